@@ -88,7 +88,7 @@ def slurm(slurm_daemons: real_slurm.Slurm) -> Iterator[real_slurm.Slurm]:
 @pytest.fixture
 def gpu() -> Iterator[fakes.Machine]:
     """Yield a machine with stand-ins for CuPy and one GPU."""
-    with fakes.installed() as machine:
+    with fakes.installed(races=True) as machine:
         yield machine
 
 

@@ -119,6 +119,7 @@ def test_memory_and_stream_of_another_library(gpu):
     alias = xp.array_at(x.data.ptr, x.nbytes, np.dtype(np.float32), 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     before = cupy.cuda.get_current_stream()
+    before.synchronize()
     with xp.foreign_stream(stream.ptr, 0):
         assert cupy.cuda.get_current_stream() is stream
         alias += 1

@@ -12,11 +12,11 @@ What is seen here is that the right calls are made in the right order, not that 
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from fakes import arrays, cuda, functions, products
+from fakes import arrays, cuda, functions, handoffs, products
 from fakes.machine import CUDARuntimeError, ImplicitHostAccess, Machine, OutOfMemoryError, replaced
 from fakes.machine import machine as machine_now
 
@@ -60,7 +60,11 @@ def installed(**options):
     sys.modules.update(result)
     try:
         with replaced(Machine(**options)) as machine:
-            yield machine
+            with handoffs.watched() if machine.races else nullcontext():
+                yield machine
+            machine.drop_gone()
+            if machine.races and machine.races.found:
+                raise machine.races.found[0]
     finally:
         for name, module in before.items():
             sys.modules.pop(name)

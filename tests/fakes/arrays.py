@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from functools import partial
 
 import numpy as np
 
-from fakes import halves
+from fakes import halves, races
 from fakes.machine import ImplicitHostAccess, machine
 from fakes.memory import MemoryPointer, UnownedMemory, pageable_or_pinned
 from fakes.streams import get_current_stream
+from fakes.work import allocated, evaluate, host_span, span, spoil, wrapped, write
 
 NUMBERS = (int, float, complex, bool, np.generic)
 
@@ -29,11 +31,12 @@ class ndarray:
         dtype = np.dtype(dtype)
         if memptr is None:
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            flat = machine().allocate(nbytes)
-            keeper, device = flat, machine().device
-            host = np.ndarray(shape, dtype, flat, order=order or "C")
-            if machine().lazy:
-                _spoil(host)
+            keeper, device = allocated(nbytes, dtype), machine().device
+            host = np.ndarray(shape, dtype, keeper.bytes, order=order or "C")
+            if keeper.is_recycled:
+                get_current_stream().put(partial(keeper.bytes.fill, 0xFF))
+            elif machine().lazy:
+                spoil(host)
         else:
             span = memptr.mem.size - (memptr.ptr - memptr.mem.ptr)
             raw = (ctypes.c_char * span).from_address(machine().host(memptr.ptr))
@@ -53,7 +56,7 @@ class ndarray:
     itemsize = property(lambda self: self._host.itemsize)
     strides = property(lambda self: self._host.strides)
     flags = property(lambda self: self._host.flags)
-    T = property(lambda self: _wrapped(self._host.T, self))
+    T = property(lambda self: wrapped(self._host.T, self))
 
     @property
     def device(self):
@@ -105,10 +108,12 @@ class ndarray:
             raise ValueError(f"expected {self.shape} {self.dtype}, seen {out.shape} {out.dtype}")
         machine().count("D2H", self.nbytes)
         pageable_or_pinned(out)
-        stream.put(lambda: np.copyto(out, self._host))
+        races.note(stream, "get", [span(self)], [host_span(out)])
+        stream.put(partial(np.copyto, out, self._host))
         if blocking:
             machine().count("stream sync")
             stream.run()
+            races.waited(stream)
         return out
 
     def set(self, arr, stream=None) -> None:
@@ -119,7 +124,9 @@ class ndarray:
         machine().count("H2D", self.nbytes)
         # Pageable memory is read before the call returns; pinned memory when its turn comes.
         source = arr if pageable_or_pinned(arr) else arr.copy()
-        (stream or get_current_stream()).put(lambda: np.copyto(self._host, source))
+        stream = stream or get_current_stream()
+        races.note(stream, "set", [host_span(source)], [span(self)])
+        stream.put(partial(np.copyto, self._host, source))
 
     # Refused: nobody asked for a copy to the host.
     def _refuse(self, *_args, **_kwargs):
@@ -161,7 +168,12 @@ class ndarray:
         return evaluate(lambda x, k: x[_round(x, k)], self, key, waits=_selects(key))
 
     def __setitem__(self, key, value) -> None:
-        write(lambda x, k, v: x.__setitem__(_round(x, k), v), self, key, value)
+        part = self._host[key] if machine().races is not None and _is_basic(key) else None
+        if isinstance(part, np.ndarray):
+            target, key = wrapped(part, self), Ellipsis
+        else:
+            target = self
+        write(lambda x, k, v: x.__setitem__(_round(x, k), v), target, key, value)
 
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
         if not copy and self.dtype == dtype:
@@ -169,7 +181,7 @@ class ndarray:
         return evaluate(halves.plain(lambda x: x.astype(dtype)), self)
 
     def view(self, dtype=None):
-        return _wrapped(self._host.view(*([] if dtype is None else [dtype])), self)
+        return wrapped(self._host.view(*([] if dtype is None else [dtype])), self)
 
     def reshape(self, *shape, order="C"):
         return evaluate(lambda x: x.reshape(*shape, order=order), self)
@@ -220,86 +232,6 @@ for _name in BINARY.split():
         setattr(ndarray, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
 
 
-def evaluate(function, *args, waits: bool = False, **kwargs):
-    """Return `function(*args, **kwargs)` as device arrays; `waits`: the shape depends on values."""
-    function = halves.as_on_a_gpu(function)
-    if kwargs.get("out") is not None:
-        out = kwargs.pop("out")
-        if not isinstance(out, ndarray):
-            raise TypeError(f"Unsupported type {type(out)}")
-        write(lambda x, *a, **k: function(*a, **k, out=x), out, *args, **kwargs)
-        return out
-    kwargs.pop("out", None)
-    sources: list[ndarray] = []
-    a, k = _hosts(args, sources), _hosts(kwargs, sources)
-    if waits:
-        machine().count("stream sync")
-        get_current_stream().run()
-    with np.errstate(all="ignore"):
-        result = function(*a, **k)  # on a lazy machine only the shape is right as yet
-    if isinstance(result, (tuple, list)):
-        return type(result)(_chosen(single, sources) for single in result)
-    if not isinstance(result, (np.ndarray, np.generic)):
-        return result
-    outcome = _chosen(result, sources)
-    if machine().lazy and not waits and outcome._keeper is outcome._host:
-        _spoil(outcome._host)
-        get_current_stream().put(lambda: np.copyto(outcome._host, function(*a, **k)))
-    return outcome
-
-
-def write(function, x: ndarray, *args, **kwargs) -> None:
-    """Let `function` write into `x` when its turn in the stream comes."""
-    sources: list[ndarray] = []
-    (target, *rest), k = _hosts((x, *args), sources), _hosts(kwargs, sources)
-
-    def work() -> None:
-        with np.errstate(all="ignore"):
-            function(target, *rest, **k)
-
-    get_current_stream().put(work)
-
-
-def _hosts(x, sources: list[ndarray]):
-    """Return `x` with NumPy's arrays in the place of ours, noted in `sources`."""
-    if isinstance(x, ndarray):
-        machine().must_be_on_current_device(x._device)
-        sources.append(x)
-        return x._host
-    if isinstance(x, np.ndarray):
-        raise TypeError(f"Unsupported type {type(x)}")
-    if isinstance(x, (tuple, list)) and type(x) in (tuple, list):
-        return type(x)(_hosts(single, sources) for single in x)
-    if isinstance(x, dict):
-        return {name: _hosts(single, sources) for name, single in x.items()}
-    return x
-
-
-def _chosen(result, sources: list[ndarray]) -> ndarray:
-    """Return a result as an array of the device: a view of a source, or new memory."""
-    result = np.asarray(result)
-    for source in sources:
-        if result.size and np.may_share_memory(result, source._host):
-            return _wrapped(result, source)
-    result = result if result.base is None else result.copy()
-    machine().must_fit(result.nbytes, machine().device)
-    machine().own(result)
-    new = ndarray.__new__(ndarray)
-    new._fill(result, result, machine().device)
-    return new
-
-
-def _wrapped(host: np.ndarray, source: ndarray) -> ndarray:
-    new = ndarray.__new__(ndarray)
-    new._fill(host, source._keeper, source._device)
-    return new
-
-
-def _spoil(x: np.ndarray) -> None:
-    """Fill what is not computed yet: with numbers that are good as indices, if they are whole."""
-    x.fill(np.nan if x.dtype.kind == "f" else 0)
-
-
 def _round(x: np.ndarray, key):
     """Return `key` with indices beyond the end counted round again, as CuPy does, unasked."""
     keys = key if isinstance(key, tuple) else (key,)
@@ -310,6 +242,12 @@ def _round(x: np.ndarray, key):
         for k, n in zip(keys, x.shape, strict=False)
     ]
     return tuple(outcome) if isinstance(key, tuple) else outcome[0]
+
+
+def _is_basic(key) -> bool:
+    """Return whether an index is of slices and whole numbers: it selects a view."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return all(k is None or k is Ellipsis or isinstance(k, (slice, int, np.integer)) for k in keys)
 
 
 def _selects(key) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fakes import memory, products, streams
+from fakes import memory, products, races, streams
 from fakes.machine import CUDARuntimeError, OutOfMemoryError, machine
 
 
@@ -41,6 +41,7 @@ class Device:
         for stream in machine().streams:
             if stream.device_id == self.id:
                 stream.run()
+                races.waited(stream)
 
     @property
     def mem_info(self):
@@ -65,7 +66,7 @@ def getDevice() -> int:
 
 def setDevice(device) -> None:
     _must_exist(device)
-    machine().here.device = device
+    machine().here.device, machine().here.has_context = device, True
 
 
 def deviceSynchronize() -> None:

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from fakes import kernels
-from fakes.arrays import evaluate, ndarray, write
+from fakes import kernels, races
+from fakes.arrays import ndarray
 from fakes.machine import machine
 from fakes.streams import get_current_stream
+from fakes.work import evaluate, host_span, span, write
 
 #: Beside all ufuncs, what CuPy has too: each was looked up there.
 _WORDS = (
@@ -84,7 +85,8 @@ def full_like(x, fill_value, dtype=None):
 def arange(*args, dtype=None):
     host = np.arange(*args, dtype=dtype)
     x = empty(host.shape, host.dtype)
-    get_current_stream().put(lambda: np.copyto(x._host, host))
+    races.note(get_current_stream(), "arange", (), [span(x)])
+    get_current_stream().put(partial(np.copyto, x._host, host))
     return x
 
 
@@ -103,7 +105,8 @@ def array(obj, dtype=None, copy=True, order="K", *, blocking=False):
     host = np.asarray(obj, dtype) if pinned and obj.flags.c_contiguous else np.array(obj, dtype)
     x = empty(host.shape, host.dtype)
     machine().count("H2D", host.nbytes)
-    get_current_stream().put(lambda: np.copyto(x._host, host))
+    races.note(get_current_stream(), "array", [host_span(host)], [span(x)])
+    get_current_stream().put(partial(np.copyto, x._host, host))
     return x
 
 
@@ -147,11 +150,17 @@ class RawKernel:
 
     def __init__(self, code, name, options=(), backend="nvrtc"):
         self._name, self._run = name, kernels.KERNELS[name]
+        self._written = kernels.written(code, name)
 
     def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
         machine().count("raw kernel")
         machine().count(self._name)
-        write(lambda *hosts: self._run(grid, block, *hosts), *args)
+
+        def run(*hosts):
+            self._run(grid, block, *hosts)
+
+        run.__qualname__ = self._name
+        write(run, *args, written=self._written)
 
 
 def asfortranarray(a, dtype=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import ml_dtypes
@@ -271,3 +272,10 @@ KERNELS = {
     "image": image,
     **COMBINED,
 }
+
+
+def written(code: str, name: str) -> list[int]:
+    """Return the numbers of the arguments that a kernel may write: pointers that are not const."""
+    (parameters,) = re.findall(rf"void\s+{name}\(([^)]*)\)", code)
+    words = enumerate(parameters.split(","))
+    return [i for i, word in words if "*" in word and "const " not in word]

@@ -6,15 +6,19 @@ There is one at a time, as there is one CUDA in a process: `installed` in `__ini
 from __future__ import annotations
 
 import bisect
+import os
+import random
 import threading
-import weakref
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 
 import numpy as np
 
 ALIGN_BYTES = 512  # of all that CUDA hands out
 AWAY = 1 << 45  # below a host address: where nothing lies
+#: Of the schedule of all lazy machines that have no other; without one work is as late as can be.
+SEED = int(os.environ["FAKES_SEED"]) if "FAKES_SEED" in os.environ else None
+RECYCLED = "fcV"  #: kinds of dtypes whose rubbish shows; that of whole numbers would be indices
 
 
 class CUDARuntimeError(RuntimeError):
@@ -31,6 +35,20 @@ class OutOfMemoryError(MemoryError):
 
 class ImplicitHostAccess(TypeError):
     """Something would have read device memory without saying so."""
+
+
+class Block:
+    """Memory of a device, which the pool gives out again once nobody holds this."""
+
+    __slots__ = ("__weakref__", "_machine", "address", "bytes", "is_recycled", "kind", "stream")
+
+    def __init__(self, machine: Machine, memory: np.ndarray, kind: str, stream):
+        self._machine, self.bytes, self.kind, self.stream = machine, memory, kind, stream
+        self.address = memory.__array_interface__["data"][0] - machine.away
+        self.is_recycled = False
+
+    def __del__(self):
+        self._machine.forget(self.address, self)
 
 
 class Machine:
@@ -53,6 +71,8 @@ class Machine:
         driver: int = 13000,
         pinned_bytes: int = 1 << 40,
         hidden: bool = False,
+        races: bool = True,
+        seed: int | None = SEED,
     ):
         """`devices` None: no driver. `lazy`: work runs when somebody waits for its stream.
 
@@ -60,12 +80,15 @@ class Machine:
         process may open its own, which CUDA refuses, so that threads can stand for processes.
         `driver`: the newest CUDA it knows, 1000 for each; CuPy is built for 13000. `memory_bytes`:
         of each device; `pinned_bytes`: of the host, all together. `hidden`: pointers lead nowhere
-        for anybody but the stand-in, so that an MPI that is given one crashes.
+        for anybody but the stand-in, so that an MPI that is given one crashes. `races`: accesses to
+        memory that nothing orders raise; see races.py. `seed`: of the order in which streams of a
+        lazy machine run before they are waited for; None: none does.
         """
         self.devices, self.lazy, self.memory_bytes = devices, lazy, memory_bytes
         self.peers, self.ipc, self.ipc_within, self.name = peers, ipc, ipc_within, name
         self.driver = 0 if devices is None else driver
         self.pinned_bytes, self.away = pinned_bytes, AWAY if hidden else 0
+        self.races = _races() if races else None
         self.limits: dict[int, int] = {}  # of devices that have less memory than the others
         self.compute_types: dict[str, int] = {}  # of products, by the letter of their dtype
         self.counts: Counter[str] = Counter()
@@ -75,7 +98,10 @@ class Machine:
         self.nulls: dict[int, object] = {}  # the null stream of each device
         self.regions: dict[int, tuple[int, int]] = {}  # address: (bytes, device)
         self.pinned: dict[int, int] = {}  # address: bytes
+        self.random = random.Random(seed) if lazy and seed is not None else None
         self._starts: list[int] = []
+        self._blocks: dict[tuple, list[np.ndarray]] = defaultdict(list)  # unused, by their list
+        self._gone: deque[tuple] = deque()  # memory that is gone
 
     @property
     def device(self) -> int:
@@ -91,17 +117,43 @@ class Machine:
     def register(self, address: int, nbytes: int, device: int) -> None:
         """Take note of device memory."""
         with self.lock:
+            self.drop_gone()
             bisect.insort(self._starts, address)
             self.regions[address] = (nbytes, device)
 
-    def forget(self, address: int) -> None:
+    def forget(self, address: int, block: Block | None = None, waits: bool = False) -> None:
+        """Take note that memory is gone; without a lock, as finalizers call it anywhere.
+
+        `waits`: once the work on it was done, as cudaFree does.
+        """
+        known = []
+        if self.races is not None:
+            known = [self.races.known()]
+            if block is not None and block.stream is not None:
+                known.append(block.stream.clock.snapshot())
+        unused = None if block is None else (self._list_of(block), block.bytes)
+        self._gone.append((address, known, waits, unused))
+
+    def drop_gone(self) -> None:
+        """Drop what is gone; its address may be another's from now on."""
         with self.lock:
-            if self.regions.pop(address, None) is not None:
-                self._starts.pop(bisect.bisect_left(self._starts, address))
+            while self._gone:
+                address, known, waits, unused = self._gone.popleft()
+                if self.races is not None:
+                    self.races.release(address, known, waits)
+                if self.regions.pop(address, None) is not None:
+                    self._starts.pop(bisect.bisect_left(self._starts, address))
+                if unused is not None and unused[0][1] in RECYCLED:
+                    self._blocks[unused[0]].append(unused[1])
+
+    @staticmethod
+    def _list_of(block: Block) -> tuple:
+        return block.stream, block.kind, block.bytes.size
 
     def region(self, address: int) -> tuple[int, int, int] | None:
         """Return (start, bytes, device) of the device memory in which `address` lies."""
         with self.lock:
+            self.drop_gone()
             i = bisect.bisect_right(self._starts, address) - 1
             if i < 0:
                 return None
@@ -114,10 +166,18 @@ class Machine:
         return address if self.region(address) is None else address + self.away
 
     def is_pinned(self, address: int) -> bool:
-        return any(start <= address < start + n for start, n in list(self.pinned.items()))
+        return self.pinned_start(address) is not None
+
+    def pinned_start(self, address: int) -> int | None:
+        """Return where the pinned memory begins in which `address` lies; None if in none."""
+        for start, nbytes in list(self.pinned.items()):
+            if start <= address < start + nbytes:
+                return start
+        return None
 
     def used(self, device: int) -> int:
         with self.lock:
+            self.drop_gone()
             return sum(n for n, d in list(self.regions.values()) if d == device)  # threads allocate
 
     def room(self, device: int) -> tuple[int, int]:
@@ -133,20 +193,27 @@ class Machine:
                 f"{self.used(device):,} bytes)."
             )
 
-    def allocate(self, nbytes: int) -> np.ndarray:
-        """Return uint8 memory of the current device, at a multiple of 512, full of rubbish."""
-        self.must_have_devices()
-        self.must_fit(nbytes, self.device)
-        raw = np.full(nbytes + ALIGN_BYTES, 0xFF, np.uint8)  # as floats: not-a-number
-        skip = -raw.ctypes.data % ALIGN_BYTES
-        self.own(raw)
-        return raw[skip : skip + nbytes]
+    def allocate(self, nbytes: int, kind: str = "u", stream=None) -> Block:
+        """Return memory of the current device for work in `stream`, at a multiple of 512.
 
-    def own(self, x: np.ndarray) -> None:
-        """Take the memory of `x`, which owns it, for that of the current device while it lives."""
-        address = x.ctypes.data - self.away
-        self.register(address, x.nbytes, self.device)
-        weakref.finalize(x, self.forget, address)
+        It is full of rubbish, or of what was there before, where `kind` of a dtype is recycled.
+        """
+        self.must_have_devices()
+        self.drop_gone()
+        self.must_fit(nbytes, self.device)
+        size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        unused = self._blocks[stream, kind, size]
+        try:
+            memory, is_recycled = unused.pop(), True
+        except IndexError:
+            raw = np.full(size + ALIGN_BYTES, 0xFF, np.uint8)  # as floats: not-a-number
+            skip = -raw.ctypes.data % ALIGN_BYTES
+            memory, is_recycled = raw[skip : skip + size], False
+        block = Block(self, memory, kind, stream)
+        block.is_recycled = is_recycled
+        self.here.has_context = True
+        self.register(block.address, nbytes, self.device)
+        return block
 
     def must_have_devices(self) -> None:
         if self.driver < 13000:
@@ -167,7 +234,13 @@ class Machine:
             )
 
 
-_machine = Machine(devices=None)
+def _races():
+    from fakes.races import Races  # which asks for the machine
+
+    return Races()
+
+
+_machine = Machine(devices=None, races=False)
 
 
 def machine() -> Machine:

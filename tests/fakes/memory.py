@@ -6,10 +6,10 @@ import ctypes
 import mmap
 import os
 import struct
-import weakref
 
 import numpy as np
 
+from fakes import races
 from fakes.machine import CUDARuntimeError, machine
 from fakes.streams import by_pointer, get_current_stream, null_stream
 
@@ -57,13 +57,19 @@ class PinnedMemoryPointer(mmap.mmap):
     """cupy.cuda.PinnedMemoryPointer: host memory, as a buffer and by its address."""
 
     def __new__(cls, size):
+        machine().drop_gone()
         if sum(machine().pinned.values()) + size > machine().pinned_bytes:
             raise CUDARuntimeError(2, NO_MEMORY)
         self = super().__new__(cls, -1, max(size, 1))
         self.ptr = _address_of(self)
         machine().pinned[self.ptr] = max(size, 1)
-        weakref.finalize(self, machine().pinned.pop, self.ptr, None)
+        self._machine = machine()
         return self
+
+    def __del__(self):  # mmap calls back what is weak only when the address may be another's
+        if hasattr(self, "_machine"):
+            self._machine.pinned.pop(self.ptr, None)
+            self._machine.forget(self.ptr)
 
     @property
     def mem(self):  # no attribute: memory is to go as soon as nobody holds it
@@ -96,7 +102,7 @@ def malloc(size) -> int:
     descriptor = os.memfd_create("device")
     os.truncate(descriptor, max(size, 1))
     pages = mmap.mmap(descriptor, max(size, 1))
-    return _hold(pages, descriptor)
+    return _hold(pages, descriptor, file=descriptor)
 
 
 def free(ptr) -> None:
@@ -104,10 +110,13 @@ def free(ptr) -> None:
         return
     if ptr not in _held:
         raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
-    machine().forget(ptr)
     _, descriptor = _held.pop(ptr)
-    if descriptor is not None:
+    if descriptor is None:  # a neighbour's, which lives on
+        if machine().races is not None:
+            machine().races.homes.pop(ptr)
+    else:
         os.close(descriptor)
+    machine().forget(ptr, waits=True)
 
 
 def ipcGetMemHandle(ptr) -> bytes:
@@ -150,6 +159,7 @@ def memcpy(dst, src, size, kind) -> None:
     """cudaMemcpy: done when it returns, behind all work of the null stream."""
     memcpyAsync(dst, src, size, kind, 0)
     null_stream().run()
+    races.waited(null_stream())
     machine().count("stream sync")
 
 
@@ -157,11 +167,13 @@ def memcpyAsync(dst, src, size, kind, stream) -> None:
     _count(dst, src, size, kind)
     location = by_pointer(stream)
     to, source = machine().host(dst), machine().host(src)
+    races.note(location, "memcpyAsync", [(src, size)], [(dst, size)])
     location.put(lambda: ctypes.memmove(to, source, size))
     host = {HOST_TO_DEVICE: src, DEVICE_TO_HOST: dst}.get(kind)
     if host is not None and not machine().is_pinned(host):
         machine().count("pageable")
         location.run()
+        races.waited(location)
 
 
 def memcpyPeerAsync(dst, dst_device, src, src_device, size, stream) -> None:
@@ -175,6 +187,7 @@ def memset(ptr, value, size) -> None:
 def memsetAsync(ptr, value, size, stream) -> None:
     _must_be_device(ptr)
     address = machine().host(ptr)
+    races.note(by_pointer(stream), "memsetAsync", (), [(ptr, size)])
     by_pointer(stream).put(lambda: ctypes.memset(address, value, size))
 
 
@@ -206,14 +219,16 @@ def _open(process, descriptor, nbytes, device) -> int:
     except OSError:
         raise CUDARuntimeError(400, "cudaErrorInvalidResourceHandle: handle is gone") from None
     try:
-        return _hold(mmap.mmap(own, max(nbytes, 1)), None, nbytes, device)
+        return _hold(mmap.mmap(own, max(nbytes, 1)), None, nbytes, device, own)
     finally:
         os.close(own)
 
 
-def _hold(pages, descriptor, nbytes=None, device=None) -> int:
+def _hold(pages, descriptor, nbytes=None, device=None, file=None) -> int:
     address = _address_of(pages) - machine().away
     _held[address] = (pages, descriptor)
+    if machine().races is not None:  # what several ranks map is one memory
+        machine().races.homes[address] = ("file", os.fstat(file).st_ino)
     local = machine().device if device is None else device
     machine().register(address, len(pages) if nbytes is None else nbytes, local)
     return address

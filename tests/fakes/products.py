@@ -9,6 +9,7 @@ from types import ModuleType
 import ml_dtypes
 import numpy as np
 
+from fakes import races
 from fakes.machine import CUDARuntimeError, machine
 from fakes.streams import get_current_stream
 
@@ -56,7 +57,15 @@ def gemmStridedBatchedEx(
     real = {68: np.float32, 70: np.float64, 77: np.float32}[compute_type]
     if (a_type != b_type) or (compute_type == 70) != (a_type == 1) or c_type not in (a_type, 0):
         raise CUDARuntimeError(15, "CUBLAS_STATUS_NOT_SUPPORTED")
-    get_current_stream().run()
+    stream = get_current_stream()
+    spans = [
+        (address, (count * stride) * np.dtype(DTYPES[kind]).itemsize)
+        for address, kind, stride in (
+            (a, a_type, a_stride), (b, b_type, b_stride), (c, c_type, c_stride)
+        )
+    ]  # fmt: skip
+    races.note(stream, "product", spans[:2], spans[2:])
+    stream.run()
     x = _by_columns(a, a_type, (k, m) if transa else (m, k), lda, a_stride, count)
     y = _by_columns(b, b_type, (n, k) if transb else (k, n), ldb, b_stride, count)
     z = _by_columns(c, c_type, (m, n), ldc, c_stride, count)

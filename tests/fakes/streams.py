@@ -6,7 +6,7 @@
 
 So code that reads device memory by its address (MPI, a neighbour) before the right wait reads the
 old contents. The null stream and all streams but those that are `non_blocking` wait for each
-other, as CUDA's do.
+other, as CUDA's do. With a seed some streams run before they are waited for, in random order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import time
 from collections import deque
 
+from fakes import races
 from fakes.machine import machine
 
 _numbers = itertools.count(0x5000)
@@ -31,8 +32,10 @@ class Stream(metaclass=_WithNull):
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         machine().must_have_devices()
+        machine().here.has_context = True
         self.ptr, self.is_non_blocking = 0 if null else next(_numbers), non_blocking
         self.device_id = machine().device
+        self.clock = races.Clock(f"stream {self.ptr:#x}")
         self._waiting: deque = deque()
         self.issued = 0  # pieces of work since the start
         self._before: list[Stream] = []
@@ -57,6 +60,7 @@ class Stream(metaclass=_WithNull):
     def synchronize(self) -> None:
         machine().count("stream sync")
         self.run()
+        races.waited(self)
 
     def record(self, event=None):
         event = Event() if event is None else event
@@ -64,6 +68,7 @@ class Stream(metaclass=_WithNull):
         return event
 
     def wait_event(self, event) -> None:
+        races.waits(self, event)
         location, n = event.where
         if location is not None:
             self.put(lambda: location.run(n))
@@ -81,6 +86,7 @@ class Stream(metaclass=_WithNull):
             for other in self._others():
                 self._append(lambda s=other, n=other.issued: s.run(n))
             self._append(work)
+            _run_some()
 
     def _append(self, work) -> None:
         self._waiting.append(work)
@@ -88,10 +94,14 @@ class Stream(metaclass=_WithNull):
 
     def _others(self) -> list[Stream]:
         """Return the streams whose work goes before by CUDA's own rule."""
+        return [s for s in self.ordered_before() if not s.done]
+
+    def ordered_before(self) -> list[Stream]:
+        """Return the same, and those that have nothing to do."""
         if self.is_non_blocking:
             return []
         streams = [s for s in machine().streams if not s.is_non_blocking and s is not self]
-        of_ours = [s for s in streams if s.device_id == self.device_id and not s.done]
+        of_ours = [s for s in streams if s.device_id == self.device_id]
         return of_ours if self.ptr == 0 else [s for s in of_ours if s.ptr == 0]
 
     def run(self, count: int | None = None) -> None:
@@ -116,10 +126,12 @@ class Event:
         machine().must_have_devices()
         self.where: tuple[Stream | None, int] = (None, 0)
         self.ptr, self.at = next(_numbers), 0.0
+        self.known: dict[int, int] = {}  # by the clock of the stream
 
     def record(self, stream=None) -> None:
         stream = get_current_stream() if stream is None else stream
         self.where, self.at = (stream, stream.issued), time.perf_counter()
+        races.record(stream, self)
 
     @property
     def done(self) -> bool:
@@ -128,6 +140,8 @@ class Event:
         behind = 0 if stream is None else n - stream.issued + len(stream._waiting)
         if stream is not None and behind > 0:
             stream.run(n - behind + 1)
+        if behind <= 0:
+            races.waited_for(self)
         return behind <= 0
 
     def synchronize(self) -> None:
@@ -135,6 +149,17 @@ class Event:
         stream, n = self.where
         if stream is not None:
             stream.run(n)
+        races.waited_for(self)
+
+
+def _run_some() -> None:
+    """Let streams that have work do a random part of it, in random order, where there is a seed."""
+    draw = machine().random
+    if draw is not None:
+        busy = [stream for stream in machine().streams if not stream.done]
+        for stream in draw.sample(busy, draw.randint(0, len(busy))):
+            done = stream.issued - len(stream._waiting)
+            stream.run(draw.randint(done, stream.issued))
 
 
 def null_stream() -> Stream:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from fakes import arrays, streams
+from fakes import arrays, races, streams
 from fakes.machine import machine
 
 #: Functions that wait for the stream, since the host needs the values.
@@ -46,21 +46,24 @@ class CudaTensor(torch.Tensor):
                 return function(*args, **kwargs)
 
         if name in TO_HOST:
+            _note(stream, name, _flat(args), ())
             stream.synchronize()
             with _PLAIN():
                 value = run()
                 return value.clone().as_subclass(torch.Tensor) if name == "cpu" else value
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+            _note(stream, name, _flat(args[1:]), args[:1])
             stream.put(run)
             if not isinstance(args[0], CudaTensor) or _has_host_memory(args):
                 stream.synchronize()  # copies from and to pageable memory
             return args[0]
         if kwargs.get("out") is not None:
+            _note(stream, name, _flat(args), [kwargs["out"]])
             stream.put(run)
             return kwargs["out"]
         result = run()
         if isinstance(result, torch.Tensor):
-            return _later(result, run, stream, args)
+            return _later(result, run, stream, name, args)
         if isinstance(result, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in result):
             return type(result)(_view(x) for x in result)  # split, unbind
         return result
@@ -70,16 +73,34 @@ def _has_host_memory(args) -> bool:
     return any(isinstance(x, torch.Tensor) and not isinstance(x, CudaTensor) for x in args)
 
 
+def _flat(args) -> list[torch.Tensor]:
+    """Return the tensors of arguments, also of lists of them."""
+    flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    return [x for x in flat if isinstance(x, torch.Tensor)]
+
+
+def _note(stream, name: str, reads, writes) -> None:
+    """Note work on tensors, for the detector of races."""
+    with _PLAIN():
+        races.note(stream, f"Tensor.{name}", map(_span, reads), map(_span, writes))
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first element of `x`, and the bytes to its last."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    nbytes = (last + 1) * x.element_size() if x.numel() else 0
+    return (x.data_ptr() if nbytes else 0), nbytes
+
+
 def _view(x):
     return torch.Tensor._make_subclass(CudaTensor, x)
 
 
-def _later(result, run, stream, args):
+def _later(result, run, stream, name, args):
     """Return a result on the device: a view of an argument, or memory that `stream` will fill."""
     with _PLAIN():
         place = result.untyped_storage().data_ptr()
-        flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-        sources = [x for x in flat if isinstance(x, torch.Tensor)]
+        sources = _flat(args)
         if any(x is result for x in sources):
             return result
         if any(x.untyped_storage().data_ptr() == place for x in sources):
@@ -87,6 +108,8 @@ def _later(result, run, stream, args):
         result = on_cuda(result)
         if machine().lazy:
             result.fill_(float("nan") if result.is_floating_point() else 77)
+    is_read = not name.endswith("_like") and not name.startswith("new_")
+    _note(stream, name, sources if is_read else (), [result])
 
     def fill() -> None:
         value = run()
@@ -104,10 +127,10 @@ _cached: list = []
 
 def on_cuda(x: torch.Tensor) -> CudaTensor:
     """Return a copy of `x`, of the CPU, in memory of the device."""
-    memory = machine().allocate(max(x.nbytes, 1))
-    _cached.append(memory)
+    block = machine().allocate(max(x.nbytes, 1))
+    _cached.append(block)
     with _PLAIN():
-        flat = torch.from_numpy(memory)[: x.nbytes].view(x.dtype)
+        flat = torch.from_numpy(block.bytes)[: x.nbytes].view(x.dtype)
         own = torch.as_strided(flat, x.shape, x.contiguous().stride())
         own.copy_(x)
     return _view(own)
@@ -171,4 +194,7 @@ def cuda():
     }  # fmt: skip
     with patch.multiple(torch.cuda, **own), patch.object(torch, "as_tensor", as_tensor):
         yield
+    for location in machine().streams:
+        location.run()
+        races.waited(location)
     _cached.clear()

@@ -29,6 +29,15 @@ def lazy(lazy_gpu):
     return cupy
 
 
+@pytest.fixture
+def late():
+    """Yield CuPy on a machine whose work is as late as can be, and which looks for no races."""
+    with fakes.installed(lazy=True, races=False, seed=None):
+        import cupy
+
+        yield cupy
+
+
 def seen(x) -> np.ndarray:
     """Return what whoever has nothing but the address finds there."""
     raw = (ctypes.c_char * x.nbytes).from_address(x.data.ptr)
@@ -103,19 +112,19 @@ def test_copies_and_waits_are_counted(gpu, cupy):
                           "stream sync": 2}  # fmt: skip
 
 
-def test_work_waits_for_its_stream(lazy):
-    x = lazy.asarray(HOST)
-    lazy.cuda.get_current_stream().synchronize()
+def test_work_waits_for_its_stream(late):
+    x = late.asarray(HOST)
+    late.cuda.get_current_stream().synchronize()
     x += 1
     assert (seen(x) == HOST).all()  # what a send before the sync would take
-    lazy.cuda.get_current_stream().synchronize()
+    late.cuda.get_current_stream().synchronize()
     assert (seen(x) == HOST + 1).all()
 
 
-def test_streams_wait_for_events_alone(lazy):
-    x = lazy.zeros(3)
-    lazy.cuda.Device().synchronize()
-    item, other = (lazy.cuda.Stream(non_blocking=True) for _ in range(2))
+def test_streams_wait_for_events_alone(late):
+    x = late.zeros(3)
+    late.cuda.Device().synchronize()
+    item, other = (late.cuda.Stream(non_blocking=True) for _ in range(2))
     with item:
         x += 1
         event = item.record()

@@ -199,8 +199,8 @@ def sum_in_streams(call, sent):
 def ranks_that_only_send_find_their_gpu(world):
     """Ranks other than the root of a gather have no result."""
     group, x = Group(world), rank_values(world)
-    targets = [torch.zeros_like(x) for _ in range(world.size)] if world.rank == 0 else []
     with torch.cuda.stream(torch.cuda.Stream()):
+        targets = [torch.zeros_like(x) for _ in range(world.size)] if world.rank == 0 else []
         x.mul_(2)
         options = SimpleNamespace(rootRank=0, asyncOp=False)
         group.gather([targets] if targets else [], [x], options)

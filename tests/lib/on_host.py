@@ -25,8 +25,9 @@ from threading import Lock
 import numpy as np
 import pytest
 from fakes import functions
-from fakes.arrays import write
+from fakes.kernels import written
 from fakes.machine import machine
+from fakes.work import write
 
 from hpctrain.core import kernels
 
@@ -127,10 +128,16 @@ class RawKernel:
     def __init__(self, code, name):
         self._library = _alone(code)
         self._kernel = self._library[f"{name}_alone"]
+        self._name, self._written = name, written(code, name)
 
     def __call__(self, grid, block, args):
         machine().count("raw kernel")
-        write(lambda *hosts: self._run(grid, hosts), *args)
+
+        def run(*hosts):
+            self._run(grid, hosts)
+
+        run.__qualname__ = self._name
+        write(run, *args, written=self._written)
 
     def _run(self, grid, hosts) -> None:
         blocks, args = min(grid[0], BLOCKS), arguments(*hosts)

@@ -17,6 +17,7 @@ when the receive was posted, and after `wait` the current stream is ordered behi
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -80,6 +81,8 @@ class Staging:
         )
         self._free_buffers: dict[int, list[PinnedBuffer]] = defaultdict(list)
         self._copying: deque[tuple[Any, PinnedBuffer]] = deque()
+        # CuPy gives the buffers to others as soon as this thread has ended.
+        weakref.finalize(self, self._to_device_stream.synchronize).atexit = False
 
     def record_event(self) -> Any:
         """Return an event after the present work of the current stream."""

@@ -1,0 +1,273 @@
+"""The detector of races finds planted ones on any schedule, and none in their clean twins."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+
+import fakes
+from fakes.races import RaceError
+from hpctrain.transport.threads import ranks
+from hpctrain.transport.threads.ranks import run_ranks
+
+ROWS = 1000
+
+
+def between_streams(cupy, x, clean):
+    """An event between two streams."""
+    a, b = _streams(cupy)
+    with a:
+        x += 1
+        written = a.record()
+    if clean:
+        b.wait_event(written)
+    with b:
+        x * 2
+
+
+def write_after_read(cupy, x, clean):
+    """An event between a reader and what writes next."""
+    a, b = _streams(cupy)
+    with a:
+        x * 2
+    if clean:
+        b.wait_event(a.record())
+    with b:
+        x += 1
+
+
+def buckets_in_a_page(cupy, x, clean):
+    """Two streams in one page: neighbours, or overlapping by an element."""
+    a, b = _streams(cupy)
+    with a:
+        x[:100] += 1
+    with b:
+        x[100 if clean else 99 : 200] += 1
+
+
+def sent_before_it_was_copied(cupy, x, clean):
+    """A wait between a copy to pinned memory and the send of it."""
+    host = _pinned(cupy)
+    stream = cupy.cuda.get_current_stream()
+    x.get(out=host, blocking=False)
+    if clean:
+        stream.synchronize()
+    _exchange(host, np.empty(ROWS))
+
+
+def pointer_sent_before_it_was_computed(cupy, x, clean):
+    """A wait for a kernel before MPI gets the pointer of what it writes."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        x += 1
+        if clean:
+            stream.synchronize()
+        _exchange(_by_pointer(x), np.empty(ROWS))
+
+
+def kernel_reads_what_is_received_again(cupy, x, clean):
+    """A wait between a copy out of an inbox and the next receive into it."""
+    inbox = _pinned(cupy)
+    _exchange(np.ones(ROWS), inbox)
+    x.set(inbox)
+    if clean:
+        cupy.cuda.get_current_stream().record().synchronize()
+    _exchange(np.ones(ROWS), inbox)
+
+
+def read_before_it_arrived(cupy, x, clean):
+    """A wait for a receive before a copy reads its buffer."""
+    inbox = _pinned(cupy)
+
+    def rank(link):
+        if link.rank:
+            return link.isend(np.ones(ROWS), 0).wait()
+        request = link.irecv(inbox, 1)
+        if clean:
+            request.wait()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x.set(inbox)
+            stream.synchronize()
+        return request.wait()
+
+    run_ranks(2, rank)
+
+
+def freed_before_it_was_read(cupy, x, clean):
+    """A wait for a reader before memory goes back to the pool, for the stream it came from."""
+    a, b = _streams(cupy)
+    with a:
+        y = x * 2
+        b.wait_event(a.record())
+    with b:
+        y * 2
+    if clean:
+        a.wait_event(b.record())
+    del y
+    with a:
+        cupy.zeros(ROWS)
+
+
+def pinned_freed_before_it_was_read(cupy, x, clean):
+    """A wait for a copy out of pinned memory before that goes back."""
+    host = _pinned(cupy)
+    x.set(host)
+    if clean:
+        cupy.cuda.get_current_stream().synchronize()
+    del host
+
+
+def between_threads(cupy, x, clean):
+    """A wait for the stream of a thread before another thread hears of it."""
+    heard = threading.Event()
+
+    def rank(link):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            if link.rank == 0:
+                x.fill(1)
+                if clean:
+                    stream.synchronize()
+                heard.set()
+            else:
+                heard.wait()
+                x.get()
+
+    run_ranks(2, rank)
+
+
+def between_ranks(cupy, x, clean):
+    """A message between what a rank writes, and a neighbour that reads it."""
+    done = threading.Lock()  # it orders the ranks in time, and carries no clock
+    done.acquire()
+
+    def rank(link):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            if link.rank == 0:
+                x.fill(1)
+                stream.synchronize()
+                done.release()
+            if clean:
+                (link.irecv(np.empty(1), 0) if link.rank else link.isend(np.empty(1), 1)).wait()
+            if link.rank == 1:
+                done.acquire()
+                x.get()
+
+    run_ranks(2, rank)
+
+
+FREED = "memory is given back"
+#: What races -> the two accesses
+PLANTED = {
+    between_streams: ("iadd writes", "mul reads"),
+    write_after_read: ("mul reads", "iadd writes"),
+    buckets_in_a_page: ("ndarray.__setitem__ writes", "iadd writes"),
+    sent_before_it_was_copied: ("get writes", "send to rank 0 reads"),
+    pointer_sent_before_it_was_computed: ("iadd writes", "send to rank 0 reads"),
+    kernel_reads_what_is_received_again: ("set reads", "receive from rank 1 writes"),
+    read_before_it_arrived: ("receive from rank 1 writes", "set reads"),
+    freed_before_it_was_read: (FREED, "mul reads"),
+    pinned_freed_before_it_was_read: (FREED, "set reads"),
+    between_threads: ("ndarray.fill writes", "get reads"),
+    between_ranks: ("ndarray.fill writes", "get reads"),
+}
+
+
+def _streams(cupy):
+    return [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+
+
+def _pinned(cupy):
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(8 * ROWS), np.float64, ROWS)
+
+
+def _by_pointer(x):
+    """Return what MPI takes an array of the device for."""
+    raw = (ctypes.c_char * x.nbytes).from_address(x.data.ptr)
+    return np.frombuffer(raw, x.dtype)
+
+
+def _exchange(sent, inbox):
+    """Send from one rank to another, from threads that know what this one knows."""
+    import cupy
+
+    def rank(link):
+        cupy.cuda.Device().use()
+        (link.isend(sent, 0) if link.rank else link.irecv(inbox, 1)).wait()
+
+    run_ranks(2, rank)
+
+
+def run(body, clean: bool, **options) -> None:
+    with fakes.installed(**options):
+        import cupy
+
+        x, device = cupy.zeros(ROWS), cupy.cuda.Device()
+        device.synchronize()
+        body(cupy, x, clean)
+        device.synchronize()
+
+
+#: As late as can be, at once, and at random
+SCHEDULES = [{"lazy": True, "seed": None}, {}, *({"lazy": True, "seed": i} for i in range(18))]
+
+
+@pytest.mark.parametrize("body", PLANTED)
+def test_planted_races(monkeypatch, body):
+    """Found where work runs at once, too: no wrong value is there to be seen."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0)
+    for options in SCHEDULES:
+        run(body, clean=True, **options)
+        with pytest.raises(RaceError) as error:
+            run(body, clean=False, **options)
+        for line, words in zip(str(error.value).splitlines()[-2:], PLANTED[body], strict=True):
+            assert words in line
+
+
+def test_a_seed_is_a_schedule():
+    """Some of what waits has run; with each seed other work, with the same seed the same."""
+
+    def done(seed):
+        with fakes.installed(lazy=True, seed=seed):
+            import cupy
+
+            result = []
+            for number, stream in enumerate(_streams(cupy) * 4):
+                stream.put(lambda number=number: result.append(number))
+            return result
+
+    runs = [done(seed) for seed in (1, 2, 3)]
+    assert done(None) == [] and runs == [done(seed) for seed in (1, 2, 3)]
+    assert len({*map(tuple, runs)}) > 1
+    for order in runs:
+        for stream in (0, 1):
+            own = [number for number in order if number % 2 == stream]
+            assert own == sorted(own)
+
+
+def test_memory_of_the_pool_is_given_out_again(lazy_gpu):
+    """To the stream it was for, the last first, and full of rubbish in the order of that stream."""
+    import cupy
+
+    x = cupy.ones(ROWS)
+    place, read = x.data.ptr, x * 2
+    with cupy.cuda.Stream(non_blocking=True):
+        assert cupy.empty(ROWS).data.ptr != place
+    del x
+    y = cupy.empty(ROWS)
+    assert y.data.ptr == place
+    assert np.isnan(y.get()).all() and (read.get() == 2).all()
+
+
+def test_threads_without_a_context_are_refused(gpu):
+    """MPI would ask CUDA about the pointer there."""
+    import cupy
+
+    x = cupy.zeros(ROWS)
+
+    def rank(link):
+        (link.isend(_by_pointer(x), 0) if link.rank else link.irecv(np.empty(ROWS), 1)).wait()
+
+    with pytest.raises(fakes.CUDARuntimeError, match="this thread has no context"):
+        run_ranks(2, rank)
