@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 
 import fakes
 from hpctrain.core import launchers
@@ -27,6 +28,8 @@ def machine():
     if "cupy" in requested:
         sys.modules["cupy"] = requested.pop("cupy")
         return nullcontext(fakes.Machine(**requested))
+    if launchers.launched(os.environ).size > 1:
+        import_module("hpctrain.transport.mpi.link")  # so that its messages are watched
     return fakes.installed(**requested)
 
 

@@ -98,6 +98,7 @@ class Machine:
         self.nulls: dict[int, object] = {}  # the null stream of each device
         self.regions: dict[int, tuple[int, int]] = {}  # address: (bytes, device)
         self.pinned: dict[int, int] = {}  # address: bytes
+        self.kept: list = []  # pinned memory that nobody uses
         self.random = random.Random(seed) if lazy and seed is not None else None
         self._starts: list[int] = []
         self._blocks: dict[tuple, list[np.ndarray]] = defaultdict(list)  # unused, by their list

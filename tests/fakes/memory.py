@@ -66,10 +66,11 @@ class PinnedMemoryPointer(mmap.mmap):
         self._machine = machine()
         return self
 
-    def __del__(self):  # mmap calls back what is weak only when the address may be another's
+    def __del__(self):  # CuPy's pool keeps it: work that still waits finds it, early or not
         if hasattr(self, "_machine"):
             self._machine.pinned.pop(self.ptr, None)
             self._machine.forget(self.ptr)
+            self._machine.kept.append(self)
 
     @property
     def mem(self):  # no attribute: memory is to go as soon as nobody holds it
@@ -106,17 +107,22 @@ def malloc(size) -> int:
 
 
 def free(ptr) -> None:
+    """cudaFree: waits for the device first."""
     if not ptr:
         return
     if ptr not in _held:
         raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
-    _, descriptor = _held.pop(ptr)
-    if descriptor is None:  # a neighbour's, which lives on
-        if machine().races is not None:
-            machine().races.homes.pop(ptr)
-    else:
+    now = machine()
+    with now.lock:  # its address may be another's once the pages are gone
+        for location in now.streams:
+            location.run()
+        if _held[ptr][1] is None and now.races is not None:
+            now.races.homes.pop(ptr, None)  # a neighbour's, which lives on
+        now.forget(ptr, waits=True)
+        now.drop_gone()
+        _, descriptor = _held.pop(ptr)
+    if descriptor is not None:
         os.close(descriptor)
-    machine().forget(ptr, waits=True)
 
 
 def ipcGetMemHandle(ptr) -> bytes:

@@ -15,6 +15,7 @@ memory is not seen.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import threading
@@ -28,6 +29,26 @@ _numbers = itertools.count(1)
 
 class RaceError(AssertionError):
     """Two accesses to the same bytes, one of them a write, that nothing orders."""
+
+
+class _Lock:
+    """A lock whose holder runs no finalizers of cycles: they may wait for streams, or for it."""
+
+    def __init__(self):
+        self._lock, self._depth, self._collects = threading.RLock(), 0, False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._collects = gc.isenabled()
+            gc.disable()
+
+    def __exit__(self, *_) -> None:
+        self._depth -= 1
+        if not self._depth and self._collects:
+            gc.enable()
+        self._lock.release()
 
 
 class Clock:
@@ -92,12 +113,12 @@ class Access:
 class Races:
     """The clocks and the last accesses of a machine, and the races that were `found`.
 
-    Nothing that takes another lock runs under `lock`: finalizers, and threads that hold the
-    machine's, come here.
+    Nothing that takes another lock runs under `lock`, since threads that hold the machine's come
+    here.
     """
 
     def __init__(self):
-        self.lock = threading.Lock()
+        self.lock = _Lock()
         self.found: list[RaceError] = []
         self.homes: dict[int, object] = {}  # of memory that has several addresses
         self._last: dict[object, list[Access]] = {}

@@ -1,7 +1,7 @@
 """Tensors of CUDA under torch.distributed, `ht.torch` and `sync`, on stand-ins for CuPy and CUDA.
 
-Work in a stream is done when somebody waits for that stream, so what nothing orders is read too
-early. Ranks are threads.
+Work in a stream is done when somebody waits for that stream, or at random; what nothing orders is
+an error either way. Ranks are threads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import tensors
+from fakes.races import RaceError
 from guests.test_synchronous import one_thread  # noqa: F401  (a fixture)
 from ranks import on_gpus
 
@@ -34,9 +35,10 @@ from hpctrain.torch.modules.replica import TorchReplica
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.progress import Progress
 from hpctrain.torch.reductions import Reductions
+from hpctrain.torch.tensors import caller_stream
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.shared_memory import cuda_ipc
-from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.transport.threads import ranks
 from hpctrain.world import over_threads
 
 pytestmark = pytest.mark.either
@@ -339,10 +341,36 @@ def test_the_communication_thread_has_the_gpu_of_its_rank():
     assert seen == [1]
 
 
+def run(name, **options):
+    with fakes.installed(lazy=True, ipc_within=True, **options), tensors.cuda():
+        ranks.run_ranks(SIZE, lambda link: BODIES[name](on_gpus(over_threads(link))), timeout_s=20)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"seed": 1}], ids=["late", "random"])
 @pytest.mark.parametrize("name", BODIES)
-def test_tensors_of_cuda(name):
-    with fakes.installed(lazy=True, ipc_within=True), tensors.cuda():
-        run_ranks(SIZE, lambda link: BODIES[name](on_gpus(over_threads(link))), timeout_s=20)
+def test_tensors_of_cuda(name, schedule):
+    run(name, **({"seed": None} if name == "overlap" else schedule))
+
+
+#: The order that a row needs -> where it is made, and what is there without
+ORDERS = {
+    "stream that waits": ("operations.own_stream", caller_stream),
+    "scratch": ("operations.own_stream", caller_stream),
+    f"means, {torch.float32}, always": (
+        "gradient_sync.gradient_plane.caller_stream", lambda x: nullcontext(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_missing_order_is_found(monkeypatch, name):
+    """Whatever the schedule: the sums may be right."""
+    path, without = ORDERS[name]
+    monkeypatch.setattr(f"hpctrain.torch.{path}", without)
+    monkeypatch.setattr(ranks, "GRACE_S", 0)
+    for seed in (None, 0, 1):
+        with pytest.raises(RaceError):
+            run(name, seed=seed)
 
 
 #: By way of C++, as scripts call: under MPI, which crashes on the pointers of this machine.

@@ -262,6 +262,21 @@ def test_what_the_link_refuses():
     run_on("threads", 1, body)
 
 
+def test_a_thread_gives_its_buffers_back_once_they_are_copied(lazy_gpu):
+    """A receive has ended before its last copy has, and CuPy gives the buffer to others."""
+    inboxes = [empty(LENGTHS[2]) for _ in range(2)]
+
+    def body(world):
+        if world.rank == 0:
+            world.link.isend(computed(0, LENGTHS[2]), 1).wait()
+        else:
+            world.link.irecv(inboxes[1], 0).wait()
+
+    run_on("threads", 2, body)
+    lazy_gpu.drop_gone()
+    assert not lazy_gpu.races.found
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("forgotten", ["copy_to_host", "copy_to_device", "make_stream_wait"])
 def test_a_forgotten_event_is_seen(monkeypatch, forgotten, lazy):
