@@ -7,10 +7,11 @@ import threading
 
 import numpy as np
 import pytest
+from ranks import on_ranks
 
 import fakes
 from fakes.races import RaceError
-from hpctrain.transport.threads import ranks
+from hpctrain.transport.threads import ranks as thread_ranks
 from hpctrain.transport.threads.ranks import run_ranks
 
 ROWS = 1000
@@ -95,6 +96,24 @@ def read_before_it_arrived(cupy, x, clean):
     run_ranks(2, rank)
 
 
+def filled_before_it_was_sent(cupy, x, clean):
+    """A wait for a send before a copy fills its buffer again."""
+    host = _pinned(cupy)
+
+    def rank(link):
+        if link.rank:
+            return link.irecv(np.empty(ROWS), 0).wait()
+        request = link.isend(host, 1)
+        if clean:
+            request.wait()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x.get(out=host, blocking=False)
+            stream.synchronize()
+        return request.wait()
+
+    run_ranks(2, rank)
+
+
 def freed_before_it_was_read(cupy, x, clean):
     """A wait for a reader before memory goes back to the pool, for the stream it came from."""
     a, b = _streams(cupy)
@@ -167,6 +186,7 @@ PLANTED = {
     pointer_sent_before_it_was_computed: ("iadd writes", "send to rank 0 reads"),
     kernel_reads_what_is_received_again: ("set reads", "receive from rank 1 writes"),
     read_before_it_arrived: ("receive from rank 1 writes", "set reads"),
+    filled_before_it_was_sent: ("send to rank 1 reads", "get writes"),
     freed_before_it_was_read: (FREED, "mul reads"),
     pinned_freed_before_it_was_read: (FREED, "set reads"),
     between_threads: ("ndarray.fill writes", "get reads"),
@@ -216,13 +236,35 @@ SCHEDULES = [{"lazy": True, "seed": None}, {}, *({"lazy": True, "seed": i} for i
 @pytest.mark.parametrize("body", PLANTED)
 def test_planted_races(monkeypatch, body):
     """Found where work runs at once, too: no wrong value is there to be seen."""
-    monkeypatch.setattr(ranks, "GRACE_S", 0)
+    monkeypatch.setattr(thread_ranks, "GRACE_S", 0)
     for options in SCHEDULES:
         run(body, clean=True, **options)
         with pytest.raises(RaceError) as error:
             run(body, clean=False, **options)
         for line, words in zip(str(error.value).splitlines()[-2:], PLANTED[body], strict=True):
             assert words in line
+
+
+@on_ranks(mpi=(2,))
+def test_messages_of_mpi_are_watched(ranks):
+    """A pointer is sent before, and after, what is there was computed."""
+
+    def body(world):
+        with pytest.raises(RaceError), fakes.installed():
+            import cupy
+
+            from hpctrain.transport.mpi.requests import gpu_buffer_spec  # which needs MPI
+
+            x, peer = cupy.zeros(ROWS), 1 - world.rank
+            message = [gpu_buffer_spec(x.data.ptr, x.nbytes)]
+            cupy.cuda.get_current_stream().synchronize()
+            received = world.link.irecv(np.empty(ROWS), peer)
+            world.link.post_send(message, peer).wait()
+            received.wait()
+            x += 1
+            world.link.post_send(message, peer)
+
+    ranks(body)
 
 
 def test_a_seed_is_a_schedule():
