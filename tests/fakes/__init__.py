@@ -63,8 +63,8 @@ def installed(**options):
             with handoffs.watched() if machine.races else nullcontext():
                 yield machine
             machine.drop_gone()
-            if machine.races and machine.races.found:
-                raise machine.races.found[0]
+            if machine.races and machine.races.errors:
+                raise machine.races.errors[0]
     finally:
         for name, module in before.items():
             sys.modules.pop(name)

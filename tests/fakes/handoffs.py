@@ -32,17 +32,17 @@ def release(holder) -> None:
     races = _races()
     if races is not None:
         with races.lock:
-            known = races.host().known
+            epochs = races.host().epochs
             before = holder.__dict__.setdefault("race", {})
-            for number, n in known.items():
+            for number, n in epochs.items():
                 before[number] = max(n, before.get(number, 0))
 
 
 def acquire(holder) -> None:
     """Know what was released into `holder`."""
-    races, known = _races(), holder.__dict__.get("race")
-    if races is not None and known:
-        races.wait(known)
+    races, epochs = _races(), holder.__dict__.get("race")
+    if races is not None and epochs:
+        races.wait(epochs)
 
 
 def _between(before=None, after=None, but_false=True):
@@ -70,12 +70,12 @@ class SimpleQueue(_SimpleQueue):
 
     def put(self, item, block=True, timeout=None):
         races = _races()
-        super().put((item, None if races is None else dict(races.host().known)))
+        super().put((item, None if races is None else dict(races.host().epochs)))
 
     def get(self, block=True, timeout=None):
-        item, known = super().get(block, timeout)
-        if known and _races() is not None:
-            _races().wait(known)
+        item, epochs = super().get(block, timeout)
+        if epochs and _races() is not None:
+            _races().wait(epochs)
         return item
 
     def put_nowait(self, item):
@@ -88,7 +88,7 @@ class SimpleQueue(_SimpleQueue):
 def _start(method):
     def start(self):
         if machine().races is not None:
-            self.__dict__["race_parent"] = dict(machine().races.host().known)
+            self.__dict__["race_parent"] = dict(machine().races.host().epochs)
         return method(self)
 
     return start

@@ -98,7 +98,7 @@ class Machine:
         self.nulls: dict[int, object] = {}  # the null stream of each device
         self.regions: dict[int, tuple[int, int]] = {}  # address: (bytes, device)
         self.pinned: dict[int, int] = {}  # address: bytes
-        self.kept: list = []  # pinned memory that nobody uses
+        self.unused_pinned: list = []  # pinned memory that nobody uses
         self.random = random.Random(seed) if lazy and seed is not None else None
         self._starts: list[int] = []
         self._blocks: dict[tuple, list[np.ndarray]] = defaultdict(list)  # unused, by their list
@@ -127,21 +127,21 @@ class Machine:
 
         `waits`: once the work on it was done, as cudaFree does.
         """
-        known = []
+        epochs = []
         if self.races is not None:
-            known = [self.races.known()]
+            epochs = [self.races.snapshot()]
             if block is not None and block.stream is not None:
-                known.append(block.stream.clock.snapshot())
+                epochs.append(block.stream.clock.snapshot())
         unused = None if block is None else (self._list_of(block), block.bytes)
-        self._gone.append((address, known, waits, unused))
+        self._gone.append((address, epochs, waits, unused))
 
     def drop_gone(self) -> None:
         """Drop what is gone; its address may be another's from now on."""
         with self.lock:
             while self._gone:
-                address, known, waits, unused = self._gone.popleft()
+                address, epochs, waits, unused = self._gone.popleft()
                 if self.races is not None:
-                    self.races.release(address, known, waits)
+                    self.races.release(address, epochs, waits)
                 if self.regions.pop(address, None) is not None:
                     self._starts.pop(bisect.bisect_left(self._starts, address))
                 if unused is not None and unused[0][1] in RECYCLED:

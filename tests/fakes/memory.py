@@ -70,7 +70,7 @@ class PinnedMemoryPointer(mmap.mmap):
         if hasattr(self, "_machine"):
             self._machine.pinned.pop(self.ptr, None)
             self._machine.forget(self.ptr)
-            self._machine.kept.append(self)
+            self._machine.unused_pinned.append(self)
 
     @property
     def mem(self):  # no attribute: memory is to go as soon as nobody holds it

@@ -7,7 +7,7 @@
 Each stream and each thread of the host has a vector clock: how far it knows the others. What is
 issued to a stream comes after what its thread did before; events, waits for streams and events, and
 what threads hand each other (see handoffs.py) join clocks. Of each allocation of a device, and of
-pinned memory, the last accesses are kept by their ranges of bytes. A posted message is an access
+pinned memory, the last accesses are remaining by their ranges of bytes. A posted message is an access
 from its post until a test or a wait says that it is complete; memory that is given back is written
 by whoever drops it, in the stream for which it was allocated. What NumPy reads and writes in pinned
 memory is not seen.
@@ -56,62 +56,62 @@ class Clock:
 
     def __init__(self, name: str):
         self.name, self.number, self._version = name, next(_numbers), 0
-        self.known: dict[int, int] = {}
-        self._seen: dict[int, int] = {}
+        self.epochs: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
         self._snapshot: tuple[int, dict[int, int]] = (0, {})
 
     def tick(self) -> int:
         """Return the epoch of a new access: who joined this clock before does not know it."""
-        self.known[self.number] = epoch = self.known.get(self.number, 0) + 1
+        self.epochs[self.number] = epoch = self.epochs.get(self.number, 0) + 1
         self._version += 1
         return epoch
 
     def join(self, other: Clock) -> None:
         """Know all that `other` knows now."""
-        if self._seen.get(other.number) != other._version:
-            self._seen[other.number] = other._version
-            self.merge(other.known)
+        if self._joined.get(other.number) != other._version:
+            self._joined[other.number] = other._version
+            self.merge(other.epochs)
 
-    def merge(self, known: dict[int, int]) -> None:
-        """Know what is `known`."""
-        mine, is_new = self.known, False
-        for number, epoch in known.items():
-            if mine.get(number, 0) < epoch:
-                mine[number], is_new = epoch, True
+    def merge(self, epochs: dict[int, int]) -> None:
+        """Know what `epochs` say."""
+        own, is_new = self.epochs, False
+        for number, epoch in epochs.items():
+            if own.get(number, 0) < epoch:
+                own[number], is_new = epoch, True
         self._version += is_new
 
     def snapshot(self) -> dict[int, int]:
         """Return what is known now, for somebody else to merge."""
         if self._snapshot[0] != self._version:
-            self._snapshot = (self._version, dict(self.known))
+            self._snapshot = (self._version, dict(self.epochs))
         return self._snapshot[1]
 
 
 class Access:
     """A range of bytes that a clock reads or writes; open, without one, until a message is done."""
 
-    __slots__ = ("clock", "epoch", "high", "low", "place", "region", "text", "who", "writes")
+    __slots__ = ("clock", "epoch", "high", "low", "name", "place", "region", "text", "writes")
 
-    def __init__(self, clock, who, home, nbytes, writes, text, place):
+    def __init__(self, clock, name, home, nbytes, writes, text, place):
         self.region, _, self.low = home
-        self.clock, self.who, self.high, self.writes = clock, who, self.low + nbytes, writes
+        self.clock, self.name, self.high, self.writes = clock, name, self.low + nbytes, writes
         self.epoch = 0 if clock is None else clock.tick()
         self.text, self.place = text, place
 
     def precedes(self, clock: Clock) -> bool:
         """Return whether all of it happened before what `clock` does now."""
         own = self.clock
-        return own is clock or (own is not None and clock.known.get(own.number, 0) >= self.epoch)
+        return own is clock or (own is not None and clock.epochs.get(own.number, 0) >= self.epoch)
 
     def __str__(self) -> str:
         verb, (path, line) = "writes" if self.writes else "reads", self.place
         still = " (not complete)" if self.clock is None else ""
         range_ = f"bytes {self.low:,} to {self.high:,}"
-        return f"{self.who}: {self.text} {verb} {range_} ({path}:{line}){still}"
+        return f"{self.name}: {self.text} {verb} {range_} ({path}:{line}){still}"
 
 
 class Races:
-    """The clocks and the last accesses of a machine, and the races that were `found`.
+    """The clocks and the last accesses of a machine, and the races, as `errors`.
 
     Nothing that takes another lock runs under `lock`, since threads that hold the machine's come
     here.
@@ -119,25 +119,25 @@ class Races:
 
     def __init__(self):
         self.lock = _Lock()
-        self.found: list[RaceError] = []
+        self.errors: list[RaceError] = []
         self.homes: dict[int, object] = {}  # of memory that has several addresses
         self._last: dict[object, list[Access]] = {}
         self._hosts: dict[int, Clock] = {}  # by the numbers of threads, which end
 
     def host(self) -> Clock:
         """Return the clock of this thread, which knows what its parent did before its start."""
-        here = machine().here
-        clock = getattr(here, "clock", None)
+        local = machine().here
+        clock = getattr(local, "clock", None)
         if clock is None and threading.get_ident() not in threading._active:
             clock = self._hosts.get(threading.get_ident())  # it ends, and has lost what is local
         if clock is None:
             thread = threading.current_thread()
-            clock = here.clock = thread.__dict__["race_clock"] = Clock(f"thread {thread.name}")
+            clock = local.clock = thread.__dict__["race_clock"] = Clock(f"thread {thread.name}")
             clock.merge(thread.__dict__.get("race_parent", {}))
             self._hosts[threading.get_ident()] = clock
         return clock
 
-    def known(self) -> dict[int, int]:
+    def snapshot(self) -> dict[int, int]:
         """Return what this thread knows, without a lock: for finalizers, also as a thread ends."""
         clock = self._hosts.get(threading.get_ident())
         return {} if clock is None else clock.snapshot()
@@ -177,26 +177,26 @@ class Races:
             if access.clock is None:
                 access.clock, access.epoch = self.host(), self.host().tick()
 
-    def wait(self, known: Clock | dict[int, int]) -> None:
+    def wait(self, epochs: Clock | dict[int, int]) -> None:
         """This thread has waited for a clock, or for what an event knows."""
         with self.lock:
             host = self.host()
-            host.join(known) if isinstance(known, Clock) else host.merge(known)
+            host.join(epochs) if isinstance(epochs, Clock) else host.merge(epochs)
 
-    def release(self, address: int, known: list[dict[int, int]], waits: bool) -> None:
-        """Forget memory that was given back where so much was `known`: it comes after all work.
+    def release(self, address: int, epochs: list[dict[int, int]], waits: bool) -> None:
+        """Forget memory that was given back by a thread with `epochs`: it comes after all work.
 
         `waits`: for what was done by this address, as cudaFree does, not for a neighbour's work.
         """
         with self.lock:
             clock, home = Clock("the pool"), self.homes.pop(address, address)
-            for part in known:
+            for part in epochs:
                 clock.merge(part)
             for access in self._last.pop(home, ()):
                 own = waits and access.clock is not None and access.region == address
                 if not own and not access.precedes(clock):
                     text = "race: memory is given back, and nothing orders that after"
-                    self.found.append(RaceError(f"{text}\n  {access}"))
+                    self.errors.append(RaceError(f"{text}\n  {access}"))
 
     def _home(self, address: int, nbytes: int, *_) -> tuple[int, object, int] | None:
         """Return where an address lies: the start of its region, the memory, and the offset in it.
@@ -209,19 +209,19 @@ class Races:
 
     def _note(self, clock, actor, home, nbytes, writes, text, place) -> Access:
         new, key = Access(actor, clock.name, home, nbytes, writes, text, place), home[1]
-        kept = []
+        remaining = []
         for old in self._last.get(key, ()):
             if old.low >= new.high or new.low >= old.high:
-                kept.append(old)
+                remaining.append(old)
                 continue
             precedes = old.precedes(clock)
             if (writes or old.writes) and not precedes:
-                self.found.append(RaceError(f"race: nothing orders\n  {old}\n  {new}"))
-                raise self.found[-1]
+                self.errors.append(RaceError(f"race: nothing orders\n  {old}\n  {new}"))
+                raise self.errors[-1]
             covered = new.low <= old.low and old.high <= new.high
             if not (covered and precedes and actor is not None and (writes or not old.writes)):
-                kept.append(old)
-        self._last[key] = [*kept, new]
+                remaining.append(old)
+        self._last[key] = [*remaining, new]
         return new
 
 
@@ -247,19 +247,19 @@ def waited(stream) -> None:
 def record(stream, event) -> None:
     """Let `event` know what `stream` knows now."""
     if machine().races is not None:
-        event.known = machine().races.order(stream).snapshot()
+        event.epochs = machine().races.order(stream).snapshot()
 
 
 def waits(stream, event) -> None:
     """Order later work of `stream` after `event`."""
     if machine().races is not None:
-        machine().races.order(stream, event.known)
+        machine().races.order(stream, event.epochs)
 
 
 def waited_for(event) -> None:
     """Note that this thread knows that `event` has happened."""
-    if machine().races is not None and event.known:
-        machine().races.wait(event.known)
+    if machine().races is not None and event.epochs:
+        machine().races.wait(event.epochs)
 
 
 def _place() -> tuple[str, int]:

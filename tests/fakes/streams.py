@@ -126,7 +126,7 @@ class Event:
         machine().must_have_devices()
         self.where: tuple[Stream | None, int] = (None, 0)
         self.ptr, self.at = next(_numbers), 0.0
-        self.known: dict[int, int] = {}  # by the clock of the stream
+        self.epochs: dict[int, int] = {}  # by the clock of the stream
 
     def record(self, stream=None) -> None:
         stream = get_current_stream() if stream is None else stream

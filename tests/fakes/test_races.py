@@ -140,7 +140,7 @@ def pinned_freed_before_it_was_read(cupy, x, clean):
 
 def between_threads(cupy, x, clean):
     """A wait for the stream of a thread before another thread hears of it."""
-    heard = threading.Event()
+    is_written = threading.Event()
 
     def rank(link):
         with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -148,9 +148,9 @@ def between_threads(cupy, x, clean):
                 x.fill(1)
                 if clean:
                     stream.synchronize()
-                heard.set()
+                is_written.set()
             else:
-                heard.wait()
+                is_written.wait()
                 x.get()
 
     run_ranks(2, rank)
@@ -158,19 +158,19 @@ def between_threads(cupy, x, clean):
 
 def between_ranks(cupy, x, clean):
     """A message between what a rank writes, and a neighbour that reads it."""
-    done = threading.Lock()  # it orders the ranks in time, and carries no clock
-    done.acquire()
+    turn = threading.Lock()  # it orders the ranks in time, and carries no clock
+    turn.acquire()
 
     def rank(link):
         with cupy.cuda.Stream(non_blocking=True) as stream:
             if link.rank == 0:
                 x.fill(1)
                 stream.synchronize()
-                done.release()
+                turn.release()
             if clean:
                 (link.irecv(np.empty(1), 0) if link.rank else link.isend(np.empty(1), 1)).wait()
             if link.rank == 1:
-                done.acquire()
+                turn.acquire()
                 x.get()
 
     run_ranks(2, rank)
@@ -270,7 +270,7 @@ def test_messages_of_mpi_are_watched(ranks):
 def test_a_seed_is_a_schedule():
     """Some of what waits has run; with each seed other work, with the same seed the same."""
 
-    def done(seed):
+    def order(seed):
         with fakes.installed(lazy=True, seed=seed):
             import cupy
 
@@ -279,12 +279,12 @@ def test_a_seed_is_a_schedule():
                 stream.put(lambda number=number: result.append(number))
             return result
 
-    runs = [done(seed) for seed in (1, 2, 3)]
-    assert done(None) == [] and runs == [done(seed) for seed in (1, 2, 3)]
+    runs = [order(seed) for seed in (1, 2, 3)]
+    assert order(None) == [] and runs == [order(seed) for seed in (1, 2, 3)]
     assert len({*map(tuple, runs)}) > 1
-    for order in runs:
+    for numbers in runs:
         for stream in (0, 1):
-            own = [number for number in order if number % 2 == stream]
+            own = [number for number in numbers if number % 2 == stream]
             assert own == sorted(own)
 
 
