@@ -7,7 +7,7 @@
 Each stream and each thread of the host has a vector clock: how far it knows the others. What is
 issued to a stream comes after what its thread did before; events, waits for streams and events, and
 what threads hand each other (see handoffs.py) join clocks. Of each allocation of a device, and of
-pinned memory, the last accesses are remaining by their ranges of bytes. A posted message is an access
+pinned memory, the last accesses are kept by their ranges of bytes. A posted message is an access
 from its post until a test or a wait says that it is complete; memory that is given back is written
 by whoever drops it, in the stream for which it was allocated. What NumPy reads and writes in pinned
 memory is not seen.
