@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from hpctrain.core.errors import UsageError
-from hpctrain.core.printing import say
-from hpctrain.transport import abort
+from hpctrain.core.launchers import Launched
+from hpctrain.transport import script
 
 HELP = """\
 usage: python -m hpctrain.torch SCRIPT [ARGS]...
@@ -28,21 +27,17 @@ examples:
 
 def main() -> int:
     """Run the script that the command line names; return the exit code."""
-    words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
-        say(HELP, end="", err=not words)
-        return 0 if words else UsageError.exit_code
-    from hpctrain.torch import autoload, ranks, runner
+    return script.run(HELP, _prepare)
 
-    try:
-        runner.check(words)
-        rank = ranks.set_variables()
-    except UsageError as error:
-        return abort.refuse(error, str(error))
+
+def _prepare() -> Launched:
+    """Start MPI, set torchrun's variables and register the backend; return this rank."""
+    from hpctrain.torch import autoload, ranks
+
+    rank = ranks.set_variables()
     if not autoload.is_called_by_torch():
         autoload.register()
-    runner.run(words, rank)
-    return 0
+    return rank.job
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from zlib import crc32
 
+from hpctrain.collectives import Group
 from hpctrain.collectives.dispatch import Choice, Choices
 from hpctrain.collectives.native import native
 from hpctrain.torch.begun import share_begun
@@ -40,7 +41,7 @@ class Communicator:
         link = job.link.create_group(self.ranks, self._tag)
         self.messages = TaggedMessages(link, partial(end_after_loss, job))
         self.entry = job.record.entry("torch")
-        self.world = self._make_world()
+        self.world = make_world(job, self.ranks, self._tag + 1, self._threaded)
         self.group = self.world.main
         self.progress = Progress(
             self.world,
@@ -52,22 +53,10 @@ class Communicator:
         )
         self.set_limit(limit_s)
 
-    def _make_world(self) -> World:
-        """Return the World of the ranks, whose links nap while they wait; collective."""
-        world = self._job.over(self._job.link.create_group(self.ranks, self._tag + 1))
-        main = replace(world.main, choices=_without_native(world.main.choices))
-        if self._threaded:  # polls would hold the interpreter's lock
-            main = replace(main, spins=False)
-        world.main = main
-        return world
-
     def set_limit(self, limit_s: float) -> None:
         """Let waits for other ranks that begin from now on end after `limit_s`."""
         self.limit_s = self.progress.limit_s = limit_s
-        spin_s = 0.0 if self._threaded else SPIN_S  # polls of a thread would disturb compute
-        for link in self.group.links:
-            assert isinstance(link, MpiLink)
-            link.nap_after(spin_s, limit_s)
+        nap_while_waiting(self.group, limit_s, self._threaded)
 
     def close(self) -> None:
         """Finish what is under way and free the links; all ranks of the group must call."""
@@ -75,6 +64,24 @@ class Communicator:
         self._job.sub_worlds.remove(self.world)
         self.group.free()
         self.messages.free()
+
+
+def make_world(job: World, ranks: Sequence[int], tag: int, threaded: bool) -> World:
+    """Return the World of `ranks` of `job`, for waits with naps; collective over them."""
+    world = job.over(job.link.create_group(ranks, tag))
+    main = replace(world.main, choices=_without_native(world.main.choices))
+    if threaded:  # polls would hold the interpreter's lock
+        main = replace(main, spins=False)
+    world.main = main
+    return world
+
+
+def nap_while_waiting(group: Group, limit_s: float, threaded: bool) -> None:
+    """Let the waits of `group` nap after a moment, and end after `limit_s`."""
+    spin_s = 0.0 if threaded else SPIN_S  # polls of a thread would disturb compute
+    for link in group.links:
+        assert isinstance(link, MpiLink)
+        link.nap_after(spin_s, limit_s)
 
 
 def _without_native(choices: Choices | None) -> Choices | None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.launchers import SPARES
+from hpctrain.core.names import counted
 from hpctrain.transport import abort
 from hpctrain.transport.gpu_probe.verdicts import OVERRIDE_VARIABLE
 from hpctrain.transport.paths import POINTER_PATHS
-from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
+from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init, survive
+from hpctrain.world.calls.bound_calls import forget_calls
 
 OLDEST_TORCH = (2, 13)
 #: With any value, an older PyTorch is used, with a warning.
@@ -29,22 +32,23 @@ log = logging.getLogger(__name__)
 REDUCTION_VARIABLE = "HPCTRAIN_REDUCTION"
 
 
-def start_job(timeout: timedelta | None) -> World:
+def start_job(timeout: timedelta | None, comm: Any = None) -> World:
     """Return the World of the whole job; starts MPI unless it is running. Collective at first.
 
-    `timeout`: limit of a wait for other ranks, from `init_process_group`. Cores are not bound: the
+    `comm`: an intracommunicator of mpi4py, whose ranks alone are the job; see `ht.init`. `timeout`:
+    limit of a wait for other ranks, from `init_process_group`. Cores are not bound: the
     threads of PyTorch, of its data loaders and compilers belong to the user. Raises UsageError if
     PyTorch is too old, and if the job has spares: nothing tells them where the script is.
     """
     check_version(torch.__version__)
     world = current_world()
-    if world is None:
+    if world is None or comm is not None:
         # Waits of the backend end by themselves at the limit; the watch ends what goes beyond it.
         limit_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         timeout_s = GRACE * limit_s + GRACE_S
         _limits_s.append(limit_s)
         has_cuda = torch.cuda.is_available()
-        world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
+        world = init("auto" if has_cuda else "cpu", timeout_s, comm, binds_cores=False)
         warn_of_allocator(world, os.environ)
     refuse_spares(world)
     return world
@@ -94,8 +98,17 @@ def refuse_spares(world: World) -> None:
         )
 
 
-def end_after_loss(job: World) -> NoReturn:
-    """End the job, and name the lost ranks: a script of torch.distributed cannot go on."""
+#: Why a script of torch.distributed ends after a loss, and what to do.
+ENDS_AFTER_LOSS = (
+    "a script of torch.distributed cannot go on without it; ht.torch.sync and ht.torch.Trainer go "
+    "on with the ranks that are left"
+)
+_ends = threading.Lock()  # of several threads that notice a loss, one ends the job
+
+
+def end_after_loss(job: World, reason: str = ENDS_AFTER_LOSS) -> NoReturn:
+    """End the job; one rank names the lost ranks, and the `reason` why the others end."""
+    _ends.acquire()
     deadline = time.monotonic() + LOST_NAMES_S
     while not (lost_ranks := job.link.lost_ranks()) and time.monotonic() < deadline:
         time.sleep(0.01)  # this rank has noticed that links are revoked, not yet whose loss it was
@@ -103,11 +116,37 @@ def end_after_loss(job: World) -> NoReturn:
         ", ".join(f"rank {rank} ({job.hosts[rank]})" for rank in sorted(lost_ranks)) or "a rank"
     )
     abort.report_loss(
-        f"hpctrain: lost {rank_names}: a script of torch.distributed cannot go on without it; "
-        "ht.torch.sync and ht.torch.Trainer go on with the ranks that are left",
+        f"hpctrain: lost {rank_names}: {reason}",
         job.rank - sum(rank < job.rank for rank in lost_ranks) if lost_ranks else job.size,
     )
     abort.abort(LostRankError.exit_code)
+
+
+def go_on_after_loss(
+    world: World, close: Callable[[], Any], rebuild: Callable[[], Any], subject: str
+) -> None:
+    """Let `world` have the ranks that are left; collective over these.
+
+    `close` ends what uses the earlier links, `rebuild` makes it anew; both are called again if
+    ranks are lost meanwhile. The first rank names the lost ranks: `subject` goes on.
+    """
+    job = world.job
+    assert job is not None
+    ranks_before = job.numbers
+    while True:
+        try:
+            close()
+            survive(world)
+            rebuild()
+            break
+        except LostRankError:
+            continue
+    forget_calls()
+    lost_ranks = [number for number in ranks_before if number not in job.numbers]
+    if lost_ranks and world.rank == 0:
+        rank_names = ", ".join(f"{number} ({job.places[number].node})" for number in lost_ranks)
+        ranks = counted(world.size, "rank")
+        log.warning("lost rank %s; %s goes on with %s", rank_names, subject, ranks)
 
 
 def check_version(version: str) -> None:

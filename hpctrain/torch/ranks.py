@@ -5,18 +5,15 @@ Neither PyTorch nor a GPU is used here: a script may set variables before it imp
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from hpctrain.core import launchers, rank_marks, torchrun
+from hpctrain.core import launchers, torchrun
 from hpctrain.core.launchers import Launched
 from hpctrain.watch.liveness.channel import choose_addresses, host_addresses
-
-START_TIMEOUT_S = 300.0  #: in which all ranks must have started MPI
 
 #: the variables that `set_variables` has set; empty in a script that was started without it
 variables: dict[str, str] = {}
@@ -38,31 +35,16 @@ def set_variables() -> JobRank:
     MPI is finalized at exit. Raises UsageError if the launcher belongs to another MPI than the one
     that mpi4py loads.
     """
-    from hpctrain.transport.placement.rank_placement import place_rank
-    from hpctrain.world.start import must_start, start_mpi
+    from hpctrain.transport.mpi import startup
+    from hpctrain.world.process import start_before_script
 
     job = launchers.launched(os.environ)
-    place_rank(job, "cpu", binds_cores=False)  # may name the network adapter for MPI
-    must_start(job)
-    from hpctrain.transport.mpi import startup
-
-    with startup.start_limit(START_TIMEOUT_S):
-        comm, _ = start_mpi(job)
-    atexit.register(_finalize_mpi, os.getpid())
+    comm = start_before_script(job)
     rank = _locate(job.name, comm.rank, partial(startup.gather_texts, comm))
     comm.Free()
     variables.update(torchrun.variables(*rank))
     torchrun.set_variables(variables)
     return rank
-
-
-def _finalize_mpi(process: int) -> None:
-    """Finalize MPI in the process that started it, not in a fork."""
-    from hpctrain.transport.mpi import startup
-
-    if os.getpid() == process:
-        rank_marks.write_mark(rank_marks.FINISHES)
-        startup.finalize_mpi()
 
 
 def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import atexit
 import json
 import multiprocessing
+import os
 import sys
 from functools import partial
 from os import register_at_fork
 from typing import Any
 
 from hpctrain.core import rank_marks
-from hpctrain.core.errors import HpctrainError, LostRankError, StoppedError, UsageError
+from hpctrain.core.errors import (
+    HpctrainError,
+    LostRankError,
+    RecoveryError,
+    StoppedError,
+    UsageError,
+)
+from hpctrain.core.launchers import Launched
 from hpctrain.transport import abort
 from hpctrain.transport.device import gpus
-from hpctrain.world.start import over_mpi
+from hpctrain.transport.placement import rank_placement
+from hpctrain.world.start import must_start, over_mpi, start_mpi
 from hpctrain.world.world import World
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -76,6 +85,32 @@ def init(
     return _world
 
 
+def start_before_script(job: Launched) -> Any:
+    """Start MPI before the script of this rank; return a communicator of all ranks. Collective.
+
+    It may name the network adapter for MPI, and binds no cores. MPI is finalized at exit, by the
+    World if the script makes one. Raises UsageError if the launcher belongs to another MPI than the
+    one that mpi4py loads.
+    """
+    rank_placement.place_rank(job, "cpu", binds_cores=False)
+    must_start(job)
+    from hpctrain.transport.mpi import startup
+
+    with startup.start_limit(DEFAULT_TIMEOUT_S):
+        comm, _ = start_mpi(job)
+    atexit.register(_finalize_mpi, os.getpid())
+    return comm
+
+
+def _finalize_mpi(process: int) -> None:
+    """Finalize MPI in the process that started it, not in a fork, unless its World has."""
+    from hpctrain.transport.mpi import startup
+
+    if os.getpid() == process and _world is None:
+        rank_marks.write_mark(rank_marks.FINISHES)
+        startup.finalize_mpi()
+
+
 def report_without_traceback(error: UsageError) -> None:
     """Print `error` without a traceback if it is not caught: the script is not at fault."""
     sys.excepthook = partial(_uncaught, refused=error)
@@ -135,7 +170,8 @@ def _uncaught(
     """Print an uncaught error; exit with its code, also in a world with a single rank."""
     if error is refused:
         abort.refuse(error, str(error))
-    elif isinstance(error, StoppedError) and _world is not None:  # all ranks end, none is at fault
+    elif isinstance(error, StoppedError | RecoveryError) and _world is not None:
+        # All ranks end, none is at fault.
         if _world.reports:
             abort.report_agreed(error)
     else:

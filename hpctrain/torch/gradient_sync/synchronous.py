@@ -26,7 +26,6 @@ Source: Li et al., "PyTorch distributed: experiences on accelerating data parall
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,14 +44,12 @@ from hpctrain.torch.gradient_sync.module_hooks import ForwardHook
 from hpctrain.torch.gradient_sync.planes import GradientPlanes
 from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers, broadcast_state
 from hpctrain.torch.gradient_sync.trained import TrainedSet
-from hpctrain.torch.job import start_job
+from hpctrain.torch.job import go_on_after_loss, start_job
 from hpctrain.watch.ended import GRADIENTS, GRADIENTS_CALL
 from hpctrain.watch.inside import ALL_RANKS
-from hpctrain.world import World, survive
-from hpctrain.world.calls.bound_calls import forget_calls
+from hpctrain.world import World
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 def sync(
@@ -240,24 +237,12 @@ class GradientSync:
 
     def _survive(self) -> None:
         """Let the World and the planes go on with the ranks that are left; collective."""
-        job = self.world.job
-        assert job is not None
-        ranks_before = job.numbers
-        while True:
-            try:
-                self._planes.close()
-                survive(self.world)
-                self._buffers_group = self.world.group_for(GRADIENTS)
-                self._planes.rebuild(self.world)
-                break
-            except LostRankError:
-                continue
-        forget_calls()
-        lost_ranks = [number for number in ranks_before if number not in job.numbers]
-        if lost_ranks and self.world.rank == 0:
-            rank_names = ", ".join(f"{number} ({job.places[number].node})" for number in lost_ranks)
-            ranks = counted(self.world.size, "rank")
-            log.warning("lost rank %s; the loop goes on with %s", rank_names, ranks)
+
+        def rebuild() -> None:
+            self._buffers_group = self.world.group_for(GRADIENTS)
+            self._planes.rebuild(self.world)
+
+        go_on_after_loss(self.world, self._planes.close, rebuild, "the loop")
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._has_local_gradients:

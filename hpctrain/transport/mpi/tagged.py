@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
-from mpi4py import MPI
 
 from hpctrain.core.errors import TransportError
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi.link import MpiLink
 from hpctrain.transport.mpi.requests import Spec, buffer_spec, cut_pieces
 from hpctrain.transport.pace import SPIN_S, Pace
+
+from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MPI)
 
 ANY_RANK = MPI.ANY_SOURCE  #: as a source: whichever rank sends first
 
