@@ -1,0 +1,1 @@
+"""Operations that ranks submit by name in any order."""

@@ -1,0 +1,112 @@
+"""Horovod's operations on ranks of MPI: right, in any order, and never waited for in vain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "horovod_operations.py"
+START = "import time, torch, hpctrain.horovod.torch as hvd; hvd.init(); rank = hvd.rank(); "
+TENSOR = "torch.ones(1)"
+#: With cores to spare a thread looks for messages while ranks compute.
+THREADED = """
+import runpy, sys
+from hpctrain.horovod.torch import start
+start.uses_threads = lambda world: True
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(1, marks=pytest.mark.full)])
+def test_operations_dtypes_and_layouts(start, ranks):
+    ended = start(SCRIPT, ranks=ranks).finish(timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[1]) > 2600
+
+
+def test_the_same_with_a_core_for_the_thread(start):
+    ended = start("-c", THREADED, SCRIPT, ranks=3).finish(timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[1]) > 2600
+
+
+#: By what is wrong: a script, what stderr says, and variables.
+FAULTS = {
+    "a tensor that a rank never submits": (
+        f"hvd.allreduce({TENSOR}, name='late') if rank != 1 else time.sleep(1000)",
+        ["allreduce 'allreduce.late': submitted by 2 ranks", "not by rank 1"],
+        {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"},
+    ),
+    "a warning before": (
+        f"time.sleep(6 * (rank == 1)); hvd.allreduce({TENSOR}, name='late'); sys.exit(7)",
+        ["submitted by 2 ranks 1 s ago, not by rank 1"],
+        {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"},
+    ),
+    "a warning of a late coordinator": (
+        f"time.sleep(6 * (rank == 0)); hvd.allreduce({TENSOR}, name='late'); sys.exit(7)",
+        ["submitted 1 s ago, not by all ranks; rank 0 has not answered"],
+        {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"},
+    ),
+    "an operation after one that timed out": (
+        f"""
+import numpy as np
+from hpctrain.horovod.torch.job import state
+link = state().world.link
+if rank == 0:
+    link.irecv(np.zeros(1), 1).wait()
+try:
+    hvd.allreduce({TENSOR}, name="late")
+except hvd.HorovodInternalError:
+    if rank == 1:
+        link.isend(np.ones(1), 0).wait()
+    hvd.broadcast({TENSOR}, 0)
+""",
+        ["not over within 8 s"],
+        {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"},
+    ),
+    "the coordinator has left": (
+        f"hvd.allreduce({TENSOR}) if rank else None",
+        ["has ended"],
+        {},
+    ),
+    "no number": (
+        "",
+        ["HOROVOD_FUSION_THRESHOLD: expected a number >= 0, seen 'much'"],
+        {"HOROVOD_FUSION_THRESHOLD": "much"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_end_the_job(start, fault):
+    script, expected, env = FAULTS[fault]
+    ended = start("-c", f"import sys; {START}{script}", ranks=3, env=env).finish(timeout=200)
+    assert ended.returncode != 0
+    for words in expected:
+        assert words in ended.stderr, ended.stderr
+
+
+#: Ranks 0 and 1 reduce in a set of their own, while rank 2 waits for the files that they write.
+APART = (
+    START
+    + f"""
+import os, sys
+own = hvd.add_process_set([0, 1])
+for _ in range(50 * (rank < 2)):
+    hvd.allreduce({TENSOR}, process_set=own)
+open(sys.argv[1] + str(rank), "w").close()
+while rank == 2 and not all(os.path.exists(sys.argv[1] + str(other)) for other in (0, 1)):
+    time.sleep(0.01)
+hvd.allreduce({TENSOR})
+used_s = time.process_time()
+time.sleep(1)
+used_s = time.process_time() - used_s
+assert used_s < 0.2, f"{{used_s}} s of CPU in a second without operations"
+"""
+)
+
+
+def test_a_rank_outside_of_a_set_is_not_waited_for_and_idle_ranks_use_no_core(start, tmp_path):
+    ended = start("-c", APART, tmp_path / "done", ranks=3).finish(timeout=200)
+    assert ended.returncode == 0, ended.stderr
