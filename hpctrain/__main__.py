@@ -1,6 +1,7 @@
 """`hpctrain` and `python -m hpctrain`: import the command line, and run it."""
 
 import signal
+import sys
 
 
 def main() -> None:
@@ -13,6 +14,12 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
+
+
+def horovodrun() -> None:
+    """Run `hpctrain horovodrun`: the program `hpctrain-horovodrun`."""
+    sys.argv.insert(1, "horovodrun")
+    main()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from hpctrain.commands._lazy import LazyGroup, load_command
 #: file: its commands
 FILES = {
     **{name: (name,) for name in ("train", "bench", "doctor", "scale", "slurm", "recipe", "chaos")},
+    "horovodrun": ("horovodrun",),
     "pipeline": ("pipeline",),
     "bench_measured": ("tune",),
     "launch": ("launch", "netlab"),

@@ -1,0 +1,5 @@
+"""Horovod for Ray is not here: the import says what to do."""
+
+from hpctrain.horovod.absent import refusal
+
+raise refusal(__name__)

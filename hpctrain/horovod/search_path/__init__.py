@@ -1,0 +1,1 @@
+"""A folder for sys.path or PYTHONPATH, with the package `horovod` alone."""
