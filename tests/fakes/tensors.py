@@ -52,9 +52,10 @@ class CudaTensor(torch.Tensor):
                 value = run()
                 return value.clone().as_subclass(torch.Tensor) if name == "cpu" else value
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
-            _note(stream, name, _flat(args[1:]), args[:1])
+            changed = _flat(args[:1])  # several by torch._foreach_copy_
+            _note(stream, name, _flat(args[1:]), changed)
             stream.put(run)
-            if not isinstance(args[0], CudaTensor) or _has_host_memory(args):
+            if _has_host_memory(_flat(args)):
                 stream.synchronize()  # copies from and to pageable memory
             return args[0]
         if kwargs.get("out") is not None:
@@ -69,8 +70,8 @@ class CudaTensor(torch.Tensor):
         return result
 
 
-def _has_host_memory(args) -> bool:
-    return any(isinstance(x, torch.Tensor) and not isinstance(x, CudaTensor) for x in args)
+def _has_host_memory(xs) -> bool:
+    return not all(isinstance(x, CudaTensor) for x in xs)
 
 
 def _flat(args) -> list[torch.Tensor]:

@@ -145,9 +145,9 @@ def test_a_model_too_large_for_one_rank_trains_on_more(start):
 
     expected = train(1, 4096)
     assert expected.returncode == 0, expected.stderr
-    alone = train(1, 420)
+    alone = train(1, 470)
     assert alone.returncode != 0
     assert "memory" in alone.stderr.lower(), alone.stderr
     for ranks in (2, 4):
-        ended = train(ranks, 420)
+        ended = train(ranks, 470)
         assert (ended.returncode, ended.stdout) == (0, expected.stdout), ended.stderr

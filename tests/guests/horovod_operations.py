@@ -199,6 +199,13 @@ def check_faults() -> None:
     check.raises(ValueError, "add up to the 3 rows", hvd.alltoall, x, [5] + [0] * last)
     check.raises(ValueError, "first dimension", hvd.reducescatter, torch.tensor(1.0))
     check.raises(NotImplementedError, "hvd.Max", hvd.reducescatter, x, op=hvd.Max)
+    sparse = torch.tensor([0, 3]).to_sparse()
+    total = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)()
+    check.equal(total.to_dense(), torch.tensor([0, 3 * size]), "a sparse sum of integers")
+    check.raises(
+        NotImplementedError, "hvd.Max of torch.int64", hvd.sparse_allreduce_async, sparse, "max",
+        hvd.Max,
+    )  # fmt: skip
     check.raises(ValueError, "has no mean", hvd.allreduce, torch.ones(2, dtype=torch.bool))
     check.raises(ValueError, "is registered already", hvd.add_process_set, list(range(size)))
     check.equal(hvd.allreduce(x), x, "a sum after faults")

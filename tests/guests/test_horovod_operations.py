@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ except hvd.HorovodInternalError:
         ["not over within 8 s"],
         {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"},
     ),
+    "an operation that failed on one rank alone": (
+        f"""
+from hpctrain.horovod.torch.job import state
+runs = state().engines[0]._execution._runs
+broadcast = runs["broadcast"]
+if rank == 1:
+    runs["broadcast"] = lambda entry: int("no memory")
+try:
+    hvd.broadcast({TENSOR}, 0)
+except hvd.HorovodInternalError:
+    runs["broadcast"] = broadcast
+    hvd.broadcast({TENSOR}, 0)  # would receive the first
+""",
+        ["ValueError: invalid literal"],
+        {},
+    ),
     "the coordinator has left": (
         f"hvd.allreduce({TENSOR}) if rank else None",
         ["has ended"],
@@ -110,3 +127,38 @@ assert used_s < 0.2, f"{{used_s}} s of CPU in a second without operations"
 def test_a_rank_outside_of_a_set_is_not_waited_for_and_idle_ranks_use_no_core(start, tmp_path):
     ended = start("-c", APART, tmp_path / "done", ranks=3).finish(timeout=200)
     assert ended.returncode == 0, ended.stderr
+
+
+#: A process that a rank forks ends while an operation of this rank is under way.
+FORKED = (
+    START
+    + f"""
+import os
+handle = hvd.allreduce_async({TENSOR}) if rank else None
+child = os.fork()
+if child == 0:
+    assert hvd.size() == 2
+    raise SystemExit
+assert os.waitpid(child, 0)[1] == 0
+print(float(hvd.synchronize(handle or hvd.allreduce_async({TENSOR}))))
+"""
+)
+
+
+def test_the_end_of_a_fork_is_not_the_end_of_a_rank(start):
+    ended = start("-c", FORKED, ranks=2).finish(timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["1.0", "1.0"]
+
+
+def test_a_timeline_has_the_phases_of_each_operation(start, tmp_path):
+    script = f"{START}hvd.allreduce({TENSOR}, name='x'); hvd.broadcast({TENSOR}, 0, name='y')"
+    path = tmp_path / "timeline.json"
+    ended = start("-c", script, ranks=2, env={"HOROVOD_TIMELINE": str(path)}).finish(timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    events = json.loads(path.read_text())
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
+        "allreduce.x", "broadcast.y",
+    ]  # fmt: skip
+    phases = [event["name"] for event in events if event["ph"] == "X"]
+    assert phases == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "NEGOTIATE_BROADCAST", "BROADCAST"]

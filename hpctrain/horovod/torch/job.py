@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class State:
     world: World
     settings: Settings
     engines: dict[int, Engine] = field(default_factory=dict)  #: by the id of their process set
+    process: int = field(default_factory=os.getpid)
     is_elastic: bool = False  #: whether this rank would go on after a loss of other ranks
 
 

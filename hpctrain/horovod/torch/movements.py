@@ -128,8 +128,15 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Begin the sum of sparse tensors; return a function that returns it, a COO tensor.
 
-    All ranks' entries reach each rank. `op` is Average or Sum.
+    All ranks' entries reach each rank. Raises NotImplementedError unless `op` is Average, of
+    floating-point values, or Sum.
     """
+    op_name = choose_op(None, op)
+    if op_name != "Sum" and not (op_name == "Average" and tensor.is_floating_point()):
+        raise NotImplementedError(
+            "a sparse reduction: expected op hvd.Sum, or hvd.Average of floating-point values, "
+            f"seen hvd.{op_name} of {tensor.dtype}"
+        )
     entries = tensor.coalesce() if tensor.is_sparse else tensor.to_sparse()
     handles = [
         allgather_async(part, None if name is None else f"{name}.{suffix}", process_set)
@@ -137,10 +144,12 @@ def sparse_allreduce_async(
             (entries.indices().t().contiguous(), "indices"), (entries.values(), "values")
         )
     ]  # fmt: skip
-    divisor = process_set.size() if choose_op(None, op) == "Average" else 1
 
     def finish() -> Tensor:
         indices, values = map(synchronize, handles)
-        return torch.sparse_coo_tensor(indices.t(), values / divisor, tensor.shape)
+        if op_name == "Average":
+            values = values / process_set.size()
+        shape = tensor.shape
+        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True)
 
     return finish

@@ -51,8 +51,11 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
 
 
 def shutdown() -> None:
-    """Let operations under way fail, and process sets be unknown; `init` may be called again."""
-    if job.is_initialized():
+    """Let operations under way fail, and process sets be unknown; `init` may be called again.
+
+    A process that was forked from a rank, as a worker of a DataLoader, has rank and size alone.
+    """
+    if job.is_initialized() and job.state().process == os.getpid():
         atexit.unregister(shutdown)
         job.end()
         timeline.stop_timeline()

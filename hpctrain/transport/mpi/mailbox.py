@@ -24,7 +24,7 @@ class Mailbox:
     def __init__(self, link: Link):
         """Take over `link`, which must be used by nobody else."""
         assert isinstance(link, MpiLink)
-        self.rank, self.size = link.rank, link.size
+        self.size = link.size
         self._link, self._status = link, MPI.Status()
         self._unsent: list[tuple[MPI.Request, bytes]] = []
 

@@ -20,6 +20,14 @@ from hpctrain.transport.device.gpus import Gpu
 from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 
+
+@pytest.fixture
+def gpu():
+    """Yield the machine of a GPU; a burst fills one buffer from many messages, as osu_bw does."""
+    with fakes.installed(races=False) as machine:
+        yield machine
+
+
 REQUESTED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
 
 
@@ -103,7 +111,7 @@ def test_paths_between_gpus(ranks, gpu):
 @pytest.mark.sample(1)
 @on_ranks(2, 3, mpi=(2, 3))
 def test_neighbours_that_map_each_others_memory(ranks):
-    with fakes.installed(ipc_within=True):
+    with fakes.installed(races=False, ipc_within=True):
         for rows in ranks(lambda world: p2p.run(on_gpus(world, "ipc"), asked(device="gpu"))):
             names = ["ping-pong staged", "one-way staged", "ping-pong ipc", "one-way ipc"]
             assert [row["algorithm"] for row in rows] == names * 3

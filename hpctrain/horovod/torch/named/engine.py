@@ -125,10 +125,10 @@ class Engine:
         `limit_s` of the wait: by default a little more than the coordinator's, whose error says
         more.
         """
-        is_limited = not limit_s
+        is_recorded = not limit_s
         limit_s = limit_s or self._settings.limit_s + GRACE_S
         self._callers += 1
-        if is_limited:
+        if is_recorded:
             self._record.enter(entry.request.name.encode()[:24], ALL_RANKS, 0)
         try:
             Pace(SPIN_S, limit_s).until(partial(self._poll, entry), self._check)
@@ -136,7 +136,8 @@ class Engine:
             self._break(f"'{entry.request.name}', {entry.request}: not over within {limit_s:g} s")
         finally:
             self._callers -= 1
-            self._record.leave()
+            if is_recorded:
+                self._record.leave()
         if entry.error:
             raise HorovodInternalError(entry.error) from entry.cause
 
@@ -204,6 +205,8 @@ class Engine:
                 self._quiet(self._execution.run)
         except LostRankError as error:
             self._lose(error)
+        except Exception as error:  # on this rank alone: from here on it would be out of step
+            self._break(f"{type(error).__name__}: {error}", error)
 
     def _lose(self, error: LostRankError) -> None:
         """Let all operations fail, now and later."""
@@ -267,13 +270,13 @@ class Engine:
                     err=True,
                 )
 
-    def _break(self, failure: str) -> None:
+    def _break(self, failure: str, cause: Exception | None = None) -> None:
         """Let all operations under way fail, and all later ones."""
         self.failure = failure
         self._unsent.clear()
         for entry in list(self._entries.values()):
             self._entries.pop(entry.request.name, None)
-            entry.fail(failure)
+            entry.fail(failure, cause)
 
     def _start_thread(self) -> None:
         run, name = self._run_thread, "hpctrain-horovod"
@@ -289,7 +292,4 @@ class Engine:
             self._wake.wait()
             self._wake.clear()
             time.sleep(cycle_s)  # more tensors are submitted meanwhile, and fused
-            try:
-                pace.until(self._advance, self._check)
-            except Exception as error:
-                self._break(f"{type(error).__name__}: {error}")
+            pace.until(self._advance, self._check)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -24,14 +24,13 @@ class Entry:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
         splits: Sequence[int] = (),
-        call: Callable[[], Any] | None = None,
     ):
         """`outputs`: where results are written, if their shapes are known.
 
-        `splits`: rows of the input for each rank. `call` runs an operation of its own.
+        `splits`: rows of the input for each rank.
         """
         self.request, self.inputs, self.outputs = request, inputs, outputs
-        self.splits, self.call, self.start_s = splits, call, perf_counter()
+        self.splits, self.start_s = splits, perf_counter()
         #: results and where they are copied in the end
         self.copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self.result: Any = None  #: what `synchronize` returns

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 
-from hpctrain.core.errors import LostRankError
+from hpctrain.core.errors import UsageError
 from hpctrain.horovod.torch.named.entries import Entry
 from hpctrain.horovod.torch.named.flat_reduction import (
     FlatReduction,
@@ -113,7 +113,10 @@ class Execution:
         yield batch
 
     def _run(self, batch: list[Agreed], function: Callable[[list[Agreed]], None]) -> None:
-        """Run `function` on a batch; its entries are over afterwards, unless a rank was lost."""
+        """Run `function` on a batch; its entries are over afterwards.
+
+        A UsageError, which all ranks raise, fails the batch; any other error leaves its entries.
+        """
         entries = [entry for _, entry in batch if entry is not None]
         start_s = perf_counter()
         try:
@@ -127,9 +130,7 @@ class Execution:
                 for entry in entries:
                     if entry.copies:
                         _copy_all(entry.copies)
-        except LostRankError:
-            raise
-        except Exception as error:
+        except UsageError as error:
             for entry in entries:
                 entry.fail(f"{entry.request}: {error}", error)
         stop_s = perf_counter()
@@ -144,8 +145,6 @@ class Execution:
         assert entry is not None
         if request.kind in self._runs:
             entry.result = self._runs[request.kind](entry)
-        elif entry.call is not None:
-            entry.result = entry.call()
 
     def _all_reduce(self, batch: list[Agreed]) -> None:
         request = batch[0][0]
