@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import numpy as np
@@ -43,10 +44,13 @@ def steps_of_survivors(world: World, agree: bool = True) -> tuple[int, list[tupl
 @cache
 def calls_before() -> int:
     """Return the calls of a rank's links until its World is made."""
+    all_counted = threading.Barrier(4)  # who ends is lost: none may end while another calls
 
     def body(link):
         over_threads(link)
-        return link.hub.job.calls[link.rank]
+        calls = link.hub.job.calls[link.rank]
+        all_counted.wait(60)
+        return calls
 
     return max(run_ranks(4, body, 10, kills={0: 10**9}))
 
@@ -109,8 +113,11 @@ def test_variables_are_checked(text):
 
 
 def test_a_spare_sleeps_until_a_note_comes():
+    all_made = threading.Barrier(3)  # who ends is lost: none may end while another calls
+
     def body(link):
         world = over_threads(link, spares=1)
+        all_made.wait(60)
         job = world.job
         assert isinstance(job, Job) and (job.spares, world.size) == ([2], 2)
         assert (world.is_spare, world.rank) == (link.rank == 2, link.rank)
