@@ -513,7 +513,7 @@ def test_who_does_not_end_is_ended(ignored, number):
     with subprocess.Popen(line, env=own, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         guard.end_job("stubborn", ((0.1, signal.SIGTERM), (kill_s, signal.SIGKILL)))
-        assert process.wait(0) == -signal.Signals[f"SIG{number}"]
+        assert process.wait(LIMIT_S) == -signal.Signals[f"SIG{number}"]
 
 
 @pytest.mark.processes

@@ -52,7 +52,14 @@ State = dict[str, set]  #: kind: the things that exist
 
 
 def threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if not t.name.startswith(tuple(ALLOWED_THREADS))}
+    """Return the threads that run; a Python before 3.13 lists ended ones that nothing joins."""
+    running = sys._current_frames()
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not thread.name.startswith(tuple(ALLOWED_THREADS))
+        and not (isinstance(thread, threading._DummyThread) and thread.ident not in running)
+    }
 
 
 def variables() -> set[tuple[bytes, bytes]]:

@@ -16,7 +16,7 @@ def pytest_configure(config):
     config.pluginmanager.register(leftovers.Guard(on_mpi=False))
 """
 HEAD = """
-import mmap, os, subprocess, sys, threading, time
+import _thread, mmap, os, subprocess, sys, threading, time
 import pytest
 
 things = []
@@ -58,6 +58,7 @@ LEFTOVERS = {
 HARMLESS = [
     "threading.Thread(target=time.sleep, args=[0.2]).start()",
     "with subprocess.Popen(['true']), open(__file__): pass",
+    "_thread.start_new_thread(threading.current_thread, ()); time.sleep(0.2)",
     "cycle = [open(__file__)]; cycle.append(cycle)",
     "os.environ['OWN'] = '1'; del os.environ['OWN']",
 ]
