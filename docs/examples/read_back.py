@@ -15,7 +15,7 @@ from hpctrain.training import recipe, runs
 def train_briefly():
     """Train digits on all ranks that were started; return the folder on rank 0, end the others."""
     world = ht.init()
-    name = world.gather(time.strftime("read-back-%Y%m%d-%H%M%S"))[0]  # rank 0's clock
+    name = world.from_first(lambda: time.strftime("read-back-%Y%m%d-%H%M%S"))  # rank 0's clock
     folder = Path("runs") / name
     runs.train(recipe.load("digits", ["run.epochs=3"]), world, folder, resume=False)
     return folder if world.rank == 0 else sys.exit()

@@ -30,7 +30,7 @@ import numpy as np
 
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.node_buffers import MAX_CACHED_LENGTHS, NodeBuffers
-from hpctrain.collectives.small_messages import all_gather_bytes, reduce_to_maximum
+from hpctrain.collectives.small_messages import all_gather_bytes, equal_rows, reduce_to_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.flags import PAYLOAD_MASK
@@ -111,9 +111,7 @@ def _is_equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
     """Return whether all ranks of `link` have the same `number`."""
     if buffers is not None:
         return buffers.flags.agree(number & PAYLOAD_MASK)
-    numbers = _append_complement(number)
-    reduce_to_maximum(link, numbers)
-    return np.array_equal(numbers, _append_complement(number))
+    return bool(equal_rows(link, np.array([[number]], np.uint64))[0])
 
 
 def _append_complement(number: int) -> np.ndarray:

@@ -5,6 +5,8 @@ No barrier anywhere: every rank has all data after ceil(log2 P) exchanges.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 
 from hpctrain.transport.link import Link
@@ -31,15 +33,20 @@ def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     return np.roll(rows, rank, axis=0)
 
 
+def make_head(payload: bytes) -> np.ndarray:
+    """Return the length and the first SHORT bytes of `payload`: uint8 (LENGTH + SHORT,)."""
+    head = np.zeros(LENGTH + SHORT, np.uint8)
+    head[:LENGTH] = np.array([len(payload)], np.int64).view(np.uint8)
+    head[LENGTH : LENGTH + len(payload)] = np.frombuffer(payload[:SHORT], np.uint8)
+    return head
+
+
 def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
     """Return every rank's `payload`, in rank order; lengths may differ.
 
     Up to SHORT bytes travel beside their length; if any rank has more, all are sent once more.
     """
-    head = np.zeros(LENGTH + SHORT, np.uint8)
-    head[:LENGTH] = np.array([len(payload)], np.int64).view(np.uint8)
-    head[LENGTH : LENGTH + len(payload)] = np.frombuffer(payload[:SHORT], np.uint8)
-    heads = all_gather_short(link, head)
+    heads = all_gather_short(link, make_head(payload))
     lengths = heads[:, :LENGTH].copy().view(np.int64).ravel()
     rows = heads[:, LENGTH:]
     if (longest := int(lengths.max())) > SHORT:
@@ -62,3 +69,41 @@ def reduce_to_maximum(link: Link, numbers: np.ndarray) -> None:
         link.sendrecv(numbers, (rank + distance) % size, inbox, (rank - distance) % size)
         np.maximum(numbers, inbox, out=numbers)
         distance *= 2
+
+
+def equal_rows(link: Link, rows: np.ndarray) -> np.ndarray:
+    """Return whether each row of `rows` (n, m) uint64 is equal on all ranks, (n,) bool.
+
+    A rank's row and its complement both equal their maxima only if no rank has another row. Each
+    rank sends ceil(log2 P) messages of 16 n m bytes.
+    """
+    own = np.stack([rows, ~rows])
+    maxima = own.copy()
+    reduce_to_maximum(link, maxima)
+    return np.all(maxima == own, axis=(0, 2))
+
+
+def is_equal(link: Link, text: str) -> bool:
+    """Return whether all ranks have the same `text`, by a digest with 128 bits.
+
+    Each rank sends ceil(log2 P) messages of 32 bytes.
+    """
+    digest = blake2b(text.encode(), digest_size=16).digest()
+    return bool(equal_rows(link, np.frombuffer(digest, np.uint64).reshape(1, 2))[0])
+
+
+def is_any(link: Link, flag: bool) -> bool:
+    """Return whether any rank has a true `flag`; each sends ceil(log2 P) messages of 8 bytes."""
+    vote = np.array([flag], np.int64)
+    reduce_to_maximum(link, vote)
+    return bool(vote[0])
+
+
+def gather_distinct(link: Link, text: str) -> list[str]:
+    """Return the different texts that ranks give, ordered by the first rank with each.
+
+    The cost is that of `is_equal`, and if texts differ, of `all_gather_bytes` too.
+    """
+    if is_equal(link, text):
+        return [text]
+    return list(dict.fromkeys(row.decode() for row in all_gather_bytes(link, text.encode())))

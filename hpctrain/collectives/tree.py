@@ -27,6 +27,7 @@ import numpy as np
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
+from hpctrain.collectives.small_messages import LENGTH, SHORT, make_head, reduce_to_maximum
 from hpctrain.transport.link import Link, wait_all
 
 
@@ -61,12 +62,37 @@ def broadcast(group: Group, x: np.ndarray, root: int = 0) -> None:
 
 
 def broadcast_bytes(link: Link, payload: bytes, root: int = 0) -> bytes:
-    """Return the `payload` of rank `root`; the other ranks give an empty one."""
-    length = np.array([len(payload)])
-    broadcast(Group(link), length, root)
-    data = np.frombuffer(bytearray(payload) or bytearray(int(length[0])), np.uint8)
+    """Return the `payload` of rank `root`; payloads from other ranks are ignored.
+
+    A rank sends LENGTH + SHORT bytes to each child: the root has ceil(log2 P) children, a rank
+    (P - 1)/P on average. A payload with more than SHORT bytes follows in separate messages.
+    """
+    head = make_head(payload)
+    broadcast(Group(link), head, root)
+    length = int(head[:LENGTH].view(np.int64)[0])
+    if length <= SHORT:
+        return head[LENGTH : LENGTH + length].tobytes()
+    data = np.frombuffer(payload, np.uint8) if link.rank == root else np.empty(length, np.uint8)
     broadcast(Group(link), data, root)
     return data.tobytes()
+
+
+def broadcast_first(link: Link, payload: bytes | None, limit: int) -> dict[int, bytes]:
+    """Broadcast from the first `limit` ranks that give a payload; return payloads by rank.
+
+    Before each broadcast the ranks vote on its root, and if ranks with a payload are fewer than
+    `limit`, once more: ceil(log2 P) messages of 8 bytes per rank and vote.
+    """
+    payloads: dict[int, bytes] = {}
+    while len(payloads) < limit:
+        is_next = payload is not None and link.rank not in payloads
+        ranks_behind = np.array([link.size - link.rank if is_next else 0])
+        reduce_to_maximum(link, ranks_behind)
+        if not ranks_behind[0]:
+            break
+        root = link.size - int(ranks_behind[0])
+        payloads[root] = broadcast_bytes(link, payload or b"", root)
+    return payloads
 
 
 def family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:

@@ -136,6 +136,4 @@ def train(
 
 def _find_newest_run(job: World, recipe_name: str) -> Path:
     """Return the folder of the newest run of a recipe in runs/, as rank 0 sees it; collective."""
-    is_first = job.rank == 0
-    path = job.on_all_ranks(lambda: is_first and history.find_newest(Path("runs"), recipe_name))
-    return Path(job.gather(str(path))[0])
+    return Path(job.from_first(lambda: str(history.find_newest(Path("runs"), recipe_name))))

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group, all_gather_bytes, broadcast
+from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.small_messages import equal_rows
 from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.xp import to_host
 from hpctrain.engines.engine import Flags, Task, Times, sum_over
@@ -88,13 +89,12 @@ class EngineBase(EngineDefaults):
             return
         self.check.buffers_may_differ = False
         views = list(arena.views(arena.buffer).values())
-        own_hashes = [hashlib.sha256(to_host(x).data).digest() for x in views]
-        hashes = all_gather_bytes(group.link, b"".join(own_hashes))
-        for i, x in enumerate(views):
-            if len({text[32 * i : 32 * i + 32] for text in hashes}) > 1:
-                flat = x.reshape(-1)
-                recursive_doubling(group, flat, np.add)
-                flat /= group.link.size
+        hashes = b"".join(hashlib.sha256(to_host(x).data).digest() for x in views)
+        are_equal = equal_rows(group.link, np.frombuffer(hashes, np.uint64).reshape(len(views), 4))
+        for i in np.flatnonzero(~are_equal):
+            flat = views[i].reshape(-1)
+            recursive_doubling(group, flat, np.add)
+            flat /= group.link.size
 
     def close(self) -> None:
         """Free the links; collective."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives.tree import broadcast_first
 from hpctrain.transport.link import Link
 
 
@@ -71,8 +71,8 @@ class Staleness:
 
 def broadcast_staleness(link: Link, local_counts: Staleness | None) -> Staleness:
     """Return on all ranks the counts of the only rank that passes `local_counts`; collective."""
-    message = b"" if local_counts is None else json.dumps(local_counts.to_json()).encode()
-    return Staleness.from_json(json.loads(b"".join(all_gather_bytes(link, message))))
+    message = None if local_counts is None else json.dumps(local_counts.to_json()).encode()
+    return Staleness.from_json(*map(json.loads, broadcast_first(link, message, limit=1).values()))
 
 
 def metrics(staleness: Staleness | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from hpctrain.collectives.tree import broadcast_first
 from hpctrain.core import launchers, torchrun
 from hpctrain.core.errors import TransportError, UsageError
 from hpctrain.core.torchrun import Choice
@@ -112,9 +113,9 @@ def _agree_on_rank(job: World, choice: Choice) -> int:
 
     Collective. Raises UsageError unless the ranks' numbers are 0 to P - 1, each once.
     """
-    warnings = job.gather(choice.text)
-    if job.rank == 0 and any(warnings):
-        log.warning("hpctrain: %s", next(filter(None, warnings)))
+    warnings = broadcast_first(job.link, choice.text.encode() or None, limit=1)
+    if job.rank == 0 and warnings:
+        log.warning("hpctrain: %s", next(iter(warnings.values())).decode())
     rank_texts = job.gather(choice.rank or str(job.rank))
     if sorted(rank_texts) != sorted(map(str, range(job.size))):
         error = UsageError(

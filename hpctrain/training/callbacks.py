@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from hpctrain.collectives.small_messages import gather_distinct
 from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, ModelError, UsageError
 from hpctrain.core.metrics import PARTS, Criterion, Direction, make_criterion
@@ -161,7 +162,7 @@ class Callbacks:
     def share_names(self, earlier: Sequence[str]) -> list[str]:
         """Gather the names of callbacks; warn of `earlier` names that are missing; collective."""
         own_names_json = json.dumps([[*self._names.values()], [*earlier]])
-        pairs = map(json.loads, self._world.gather(own_names_json))
+        pairs = map(json.loads, gather_distinct(self._world.link, own_names_json))
         names, earlier_names = ({*chain(*lists)} for lists in zip(*pairs, strict=True))
         self._in_use = bool(names)
         if (lost_names := earlier_names - names) and self._world.rank == 0:
@@ -197,22 +198,15 @@ class Callbacks:
             _stop_reason(item, hook, dict(row)) for item in self._active.values() for hook in hooks
         ]
         own_reasons = "; ".join(dict.fromkeys(filter(None, answers)))
-
-        def answer() -> str:
-            check = getattr(self._model, "must_be_bound", None)  # of models that callbacks change
-            if check is not None:
-                check()
-            return json.dumps([own_reasons, states])
-
-        try:
-            reasons, all_states = zip(
-                *map(json.loads, self._world.gather_from(answer)), strict=True
-            )
-        except UsageError as error:
-            raise ModelError(str(error)) from error
-        if all_states[0]:
-            self.saved.update(step=row["step"], states=all_states[0])
-        return "; ".join(dict.fromkeys(filter(None, reasons)))
+        check = getattr(self._model, "must_be_bound", None)  # of models that callbacks change
+        if check is not None:
+            try:
+                self._world.on_all_ranks(check)
+            except UsageError as error:
+                raise ModelError(str(error)) from error
+        if first_states := self._world.from_first(lambda: states):
+            self.saved.update(step=row["step"], states=first_states)
+        return "; ".join(filter(None, gather_distinct(self._world.link, own_reasons)))
 
     def _states(self) -> dict[int, tuple[str, Any]]:
         """Return the name and the state of each callback with a method `save_state`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.core.errors import TrainingError
 from hpctrain.engines import Engine
 from hpctrain.engines.staleness import Staleness
@@ -134,8 +135,8 @@ class SkipCounter:
         all ranks together. Collective.
         """
         size, check = self._world.size, self._check
-        encoded_checks = self._world.gather(json.dumps([check.fault, check.has_own_steps]))
-        fault, own_steps = json.loads(encoded_checks[rank % size])
+        own_check = json.dumps([check.fault, check.has_own_steps]).encode()
+        fault, own_steps = json.loads(broadcast_bytes(self._world.link, own_check, rank % size))
         rank_text = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
         fault_text = f"{fault} at step {step} on {rank_text}"
         if own_steps or self.in_a_row >= limit:

@@ -35,8 +35,8 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
     """
     quiet_spec = replace(spec, early_stop=None, run=replace(spec.run, callbacks=[]))
     with _no_messages(), runs.prepare(quiet_spec, world) as job:
-        first_step_s = job.fit(steps=WARM_UP_STEPS)["wall_s"] / WARM_UP_STEPS
-        first_step_s = float(world.gather(str(first_step_s))[0])
+        own_step_s = job.fit(steps=WARM_UP_STEPS)["wall_s"] / WARM_UP_STEPS
+        first_step_s = world.from_first(lambda: own_step_s)
         steps = min(max(1, round(MEASURE_S / first_step_s)), MAX_STEPS, job.total_steps)
         step_s = job.fit(steps=steps)["wall_s"] / steps
         engine = job.trainer.engine

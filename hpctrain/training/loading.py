@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,15 +54,14 @@ def recorded_scale(about: Mapping[str, Any], spec: Recipe) -> Scale:
 def read_begun(spec: Recipe, world: World, out: Path | None) -> tuple[bool, Scale | None]:
     """Return whether the run in `out` has checkpoints, and the scale of its data; collective."""
 
-    def read() -> str:
-        is_reader = out is not None and (world.rank == 0 or world.is_spare)
-        saved_checkpoints = checkpoint.listing(out) if is_reader and out is not None else []
+    def read() -> tuple[bool, dict[str, Any] | None]:
+        saved_checkpoints = checkpoint.listing(out) if out is not None else []
         facts = [entry.about for entry in saved_checkpoints if entry.about and not entry.set_aside]
         scale = recorded_scale(facts[-1], spec).as_json() if facts else None
-        return json.dumps([bool(saved_checkpoints), scale])
+        return bool(saved_checkpoints), scale
 
-    has_begun, scale_table = json.loads(world.gather_from(read)[0])
-    return has_begun, scale_table and Scale.from_json(scale_table)
+    has_begun, scale_table = world.from_first(read)
+    return has_begun, Scale.from_json(scale_table) if scale_table else None
 
 
 def choose_scale(

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives.tree import broadcast_first
 from hpctrain.core import launchers
 from hpctrain.core.names import counted
 from hpctrain.engines import Engine
@@ -79,7 +79,8 @@ def trained_sha256(world: World, engine: Engine) -> str:
     arena, sha256_by_name, own_json = engine.replica.arena, dict[str, str](), ""
     if engine.worker == 0:
         own_json = json.dumps(slot_hashes(arena) if arena.share else params_sha256(arena))
-    for text in filter(None, all_gather_bytes(world.link, own_json.encode())):
+    limit = world.size if arena.share else 1
+    for text in broadcast_first(world.link, own_json.encode() or None, limit).values():
         hashes = json.loads(text)
         if isinstance(hashes, str):  # of the whole model
             return hashes

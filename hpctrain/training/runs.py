@@ -48,9 +48,10 @@ def train(
     """
     has_begun, scale = loading.read_begun(spec, world, out if resume else None)
     with prepare(spec, world, init=not has_begun, recorded=scale) as job:
+        path = out or run_folder.default_path(spec.run.name)
         return job.fit(
             evaluate=job.split.test,
-            out=world.gather(str((out or run_folder.default_path(spec.run.name)).absolute()))[0],
+            out=world.from_first(lambda: str(path.absolute())),
             resume=resume,
             replay=replay,
             checkpoints=spec.checkpoint,

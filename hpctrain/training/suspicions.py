@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.collectives.tree import broadcast_first
 from hpctrain.data import Dataset, Samples, unwrap
 from hpctrain.data.scaling import ScaledSamples
 from hpctrain.data.stored import StoredSamples
@@ -39,8 +40,9 @@ def find_suspicions(
         texts += _test_texts(test, row)
         if texts and test is not None and mesh.pipe is mesh.everyone:
             texts += _output_texts(replica, test)
-    texts_of_ranks = mesh.everyone.gather(json.dumps(texts))
-    return next(filter(None, map(json.loads, texts_of_ranks)), [])
+    payload = json.dumps(texts).encode() if texts else None
+    first = broadcast_first(mesh.everyone.link, payload, limit=1)
+    return next(map(json.loads, first.values()), [])
 
 
 def _test_texts(test: Samples | None, row: Row) -> list[str]:

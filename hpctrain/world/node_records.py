@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.core import opening
 from hpctrain.core.errors import AGREED_ERRORS, LostRankError, UsageError
 from hpctrain.transport import abort
@@ -52,7 +55,7 @@ def _recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
     `directory`: of the run, in which all ranks find the files of all nodes. If this rank alone ends
     with an error, it moves the records of its node there: the launcher kills the others.
     """
-    token = world.gather(uuid.uuid4().hex if world.rank == 0 else "")[0]
+    token = world.from_first(lambda: uuid.uuid4().hex)
     nodes = _make_files(world, directory, token)
 
     def publish_and_open() -> tuple[NodeFile, WatchRecord]:
@@ -92,30 +95,32 @@ def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) 
 
 def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
     """Create one file per node on the node's first rank; return the nodes (collective)."""
-    ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
     created_files: list[str] = []
 
     def create() -> str:
-        if world.rank != ranks[0]:
+        if world.local_rank != 0:
             return ""
         node_file.remove_earlier(directory)
         with _no_space(directory):
-            path = node_file.create(token, ranks[0], len(ranks))
+            path = node_file.create(token, world.rank, world.node.size)
         created_files.append(path)
-        segments.announce_record(path, node_file.copy_path(directory, ranks[0]))
+        segments.announce_record(path, node_file.copy_path(directory, world.rank))
         return path
 
-    nodes: dict[str, Node] = {}
     try:
-        paths = world.gather_from(create)
+        own_path = world.on_all_ranks(create).encode()
+        paths = [path.decode() for path in all_gather_bytes(world.across, own_path)]
+        # The first rank of a node has the paths of all nodes.
+        paths = json.loads(broadcast_bytes(world.node, json.dumps(paths).encode()))
     except LostRankError:
         for path in created_files:
             os.unlink(path)
         raise
-    for host, path in zip(world.hosts, paths, strict=True):
-        members = tuple(rank for rank, other_host in enumerate(world.hosts) if other_host == host)
-        nodes.setdefault(host, Node(host, path, members))
-    return nodes
+    hosts = dict.fromkeys(world.hosts)
+    return {
+        host: Node(host, path, members)
+        for host, path, members in zip(hosts, paths, world.main.nodes, strict=True)
+    }
 
 
 @contextmanager

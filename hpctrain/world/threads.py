@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Sequence
 
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives.small_messages import is_any
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import RankPlace
 from hpctrain.world.job import Job
@@ -28,8 +30,6 @@ def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> Worl
 
 def has_spare_cores(world: World) -> bool:
     """Return whether every node has more cores than ranks; collective."""
-    cores = world.gather(" ".join(map(str, os.sched_getaffinity(0))))
-    return all(
-        len(set().union(*(cores[rank].split() for rank in node))) > len(node)
-        for node in world.main.nodes
-    )
+    own_cores = " ".join(map(str, os.sched_getaffinity(0))).encode()
+    cores = set().union(*(text.split() for text in all_gather_bytes(world.node, own_cores)))
+    return not is_any(world.link, len(cores) <= world.node.size)

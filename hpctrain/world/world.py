@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing
@@ -17,7 +16,7 @@ from hpctrain.core.errors import HpctrainError, LostRankError, RankKilled, Usage
 from hpctrain.transport import abort
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
+from hpctrain.transport.paths import STAGED_VERDICT, Verdict
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import NodeMemory
@@ -25,18 +24,15 @@ from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.select import add_choices
 from hpctrain.watch import WatchRecord
 from hpctrain.watch.trace import Trace
+from hpctrain.world.agreement import AgreeingRanks
 from hpctrain.world.grid import Grid
 from hpctrain.world.job import Job
 
-T = TypeVar("T")
-
 
 @dataclass(repr=False)
-class World:
+class World(AgreeingRanks):
     """A group of ranks that work together, as one member sees the group."""
 
-    link: Link  #: the main thread's; others are made by `link_for`
-    places: tuple[RankPlace, ...]  #: of each rank: its node, and its GPU where it has one
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     job_size: int = 1  #: number of processes that end with this one
@@ -105,11 +101,6 @@ class World:
         """The main thread's link to the ranks with the same local rank on the other nodes."""
         assert self.main.across is not None
         return self.main.across
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The node of each rank."""
-        return tuple(place.node for place in self.places)
 
     @property
     def host(self) -> str:
@@ -245,50 +236,6 @@ class World:
             for link in links:
                 link.record_waits_in(self.record.entry(purpose))
         return self.purpose_links[purpose]
-
-    def gather(self, text: str) -> list[str]:
-        """Return every rank's `text`."""
-        return [b.decode() for b in collectives.all_gather_bytes(self.link, text.encode())]
-
-    def must_agree(self, text: str, subject: str) -> None:
-        """Raise UsageError on every rank, naming those that differ, unless all texts are equal."""
-        texts = self.gather(text)
-        if differing_ranks := [rank for rank, other in enumerate(texts) if other != texts[0]]:
-            raise UsageError(
-                f"{subject} must be the same on all ranks; rank 0 has {texts[0]}, but "
-                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing_ranks[:8])
-            )
-
-    def on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
-        results: list[T] = []
-
-        def append_result() -> str:
-            results.append(function())
-            return ""
-
-        self.gather_from(append_result)
-        return results[0]
-
-    def gather_from(self, function: Callable[[], str]) -> list[str]:
-        """Return every rank's `function()`; if any raises an HpctrainError, all ranks raise it."""
-        text, fault = "", ""
-        try:
-            text = function()
-        except LostRankError:
-            raise
-        except HpctrainError as error:
-            fault, kind = str(error) or type(error).__name__, type(error)
-        texts, faults = zip(*map(json.loads, self.gather(json.dumps([text, fault]))), strict=True)
-        if not any(faults):
-            return list(texts)
-        raise (kind if fault else UsageError)(self._joined_faults(faults))
-
-    def _joined_faults(self, faults: Sequence[str]) -> str:
-        if len(set(faults)) == 1:
-            return faults[0]
-        pairs = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)
-        return "\n".join(map(": ".join, pairs))
 
     def record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""

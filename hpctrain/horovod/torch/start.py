@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -41,7 +40,7 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
             raise UsageError(f"hvd.init(comm={ranks}): rank {world.rank} is not among these ranks")
         world = world.subset(ranks)
     # Variables may be set on some ranks only.
-    settings = Settings(*json.loads(world.gather(json.dumps(settings))[0]))
+    settings = Settings(*world.from_first(lambda: settings))
     job.begin(world, settings._replace(threaded=uses_threads(world)))
     if world.rank == 0:
         announce_ignored(os.environ)

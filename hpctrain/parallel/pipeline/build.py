@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,8 @@ def _measured_times(
     model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh
 ) -> list[LayerSeconds]:
     """Return the seconds of each layer on rank 0; collective."""
-    own_times: list[LayerSeconds] = []
-    if mesh.everyone.rank == 0:
-        zeros = xp.zeros if on_gpu else np.zeros
-        own_times = layer_seconds(model, zeros(1, master_dtype(precision)))
-    times = json.loads(mesh.everyone.gather(json.dumps(own_times))[0])
+    zeros = xp.zeros if on_gpu else np.zeros
+    times = mesh.everyone.from_first(
+        lambda: layer_seconds(model, zeros(1, master_dtype(precision)))
+    )
     return [LayerSeconds(*seconds) for seconds in times]

@@ -118,8 +118,8 @@ def run(world: World, options: Options) -> bool:
     tuning_table = Table(
         fingerprint, rows, buckets, in_node, between_nodes, choose.find_noise(rows)
     )
-    is_kept = tuning_table.noisy is None or options.out is not None or options.keep_noisy
-    is_kept = world.gather(str(is_kept))[0] == "True"
+    is_asked_for = options.out is not None or options.keep_noisy
+    is_kept = world.from_first(lambda: tuning_table.noisy is None or is_asked_for)
     world.on_all_ranks(lambda: _save_and_show(world, tuning_table, path, options.plot, is_kept))
     return is_kept
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 
 from hpctrain.collectives import Group, broadcast
+from hpctrain.collectives.small_messages import is_any
 from hpctrain.torch.tensors import as_bytes, own_stream
 from hpctrain.world import World
 
@@ -40,7 +41,7 @@ def broadcast_new(world: World, tensors: Sequence[torch.Tensor]) -> bool:
     for tensor in tensors:
         broadcast_tensor(world.main, tensor)
     differs = old_digests != [_digest(tensor) for tensor in tensors]
-    return "True" in world.gather(str(differs))
+    return is_any(world.link, differs)
 
 
 def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpctrain.collectives.small_messages import is_any
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.strict_json import to_json
@@ -80,13 +80,12 @@ def examine_job(options: Options) -> int:
         output_folder.remove_probe(probe)
         stage_line.erase()
         _publish_result(result, options)
-    return int(world.gather(str(exit_code(result.checks)))[0])
+    return world.from_first(lambda: exit_code(result.checks))
 
 
 def _inspect_out_folder(world: World, result: JobResult, out_folder: Path) -> str:
     """Check the output folder; return a probe folder in it, "" if nodes do not share it."""
-    probe, word = output_folder.make_probe(out_folder) if world.rank == 0 else ("", "")
-    probe, word = json.loads(world.gather(json.dumps([probe, word]))[0])
+    probe, word = world.from_first(lambda: output_folder.make_probe(out_folder))
     is_first_of_node = consistency.is_first_of_node(world)
     state = (
         output_folder.inspect_folder(out_folder, probe, word)
@@ -97,7 +96,7 @@ def _inspect_out_folder(world: World, result: JobResult, out_folder: Path) -> st
     if tables_by_host:
         nodes = {host: output_folder.FolderState(**table) for host, table in tables_by_host.items()}
         result.checks += output_folder.check_folder(out_folder, nodes)
-    is_shared = all(flag == "True" for flag in world.gather(str(state.shared)))
+    is_shared = not is_any(world.link, not state.shared)
     if not is_shared and world.rank == 0:
         output_folder.remove_probe(probe)
     return probe if is_shared else ""
