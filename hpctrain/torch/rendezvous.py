@@ -134,8 +134,8 @@ def _make_store(job: World, timeout: timedelta) -> dist.Store:
     server = None
     if job.rank == 0:
         server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
-    own_line = " ".join([str(server.port), *host_addresses()]) if server is not None else ""
-    port, *addresses = job.gather(own_line)[0].split()
+    own_line = f"{server.port} {' '.join(host_addresses())}" if server is not None else ""
+    port, *addresses = job.from_first(lambda: own_line).split()
     if server is not None:
         server.set_timeout(timeout)
         return server

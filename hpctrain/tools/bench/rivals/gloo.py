@@ -38,8 +38,8 @@ class Gloo(TorchRival):
         store, open_store = None, partial(dist.TCPStore, world_size=world.size, timeout=timeout)
         if world.rank == 0:
             store = open_store(host, 0, is_master=True, wait_for_workers=False)
-        address = world.gather(f"{host} {store.port}" if store else "")[0].split()
-        store = store or open_store(address[0], int(address[1]), is_master=False)
+        host, port = world.from_first(lambda: (host, store.port if store else 0))
+        store = store or open_store(host, port, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
