@@ -49,9 +49,9 @@ class BucketProgress:
 
     def __init__(self, buckets: Sequence[Bucket]):
         """Begin the first step, in which no slot of `buckets` is ready."""
+        self._buckets = buckets
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
-        self._bucket_names = [bucket.names for bucket in buckets]
-        self._missing_names = [set(names) for names in self._bucket_names]
+        self._missing_names = [set(bucket.names) for bucket in buckets]
         self._sent_count = 0  # buckets sent in this step
 
     def bucket_number(self, name: str) -> int | None:
@@ -76,4 +76,4 @@ class BucketProgress:
         """Check that every slot was marked ready, and begin the next step."""
         if missing_names := sorted(set().union(*self._missing_names)):
             raise HpctrainError(f"on_ready never fired for slots: {', '.join(missing_names)}")
-        self._missing_names, self._sent_count = [set(names) for names in self._bucket_names], 0
+        self._missing_names, self._sent_count = [set(b.names) for b in self._buckets], 0

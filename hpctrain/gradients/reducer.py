@@ -12,16 +12,7 @@ or MPI does not allow a second one, `wait` reduces the buckets in the calling th
 An all-reduce may return the sum in another array, in the memory of a neighbour. Then `wait` returns
 the neighbour's plane, and `release` lets the neighbour write there again.
 
-With `priority`, ready buckets of the first layers are sent first, because the next forward pass
-needs them first. The ready buckets differ from rank to rank, so before each bucket the ranks agree
-on the number that is ready on all ranks (a minimum, 8 bytes), and send the last bucket that is
-ready everywhere:
-
-    ready on rank 0      0 1 2 3      agreed: 0 1 2      sent: 2, before 0 and 1
-    ready on rank 1      0 1 2
-
-Source: Jayarajan, Wei, Gibson, Fedorova and Pekhimenko, "Priority-based parameter propagation for
-distributed DNN training", 2019. The paper sends slices of layers, this file whole buckets.
+The thread reduces buckets in the order of `send_order.py`.
 """
 
 from __future__ import annotations
@@ -40,13 +31,13 @@ from pydantic import BeforeValidator
 
 from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.direct import direct_shared
-from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket, BucketProgress
 from hpctrain.gradients.compress import CompressionOptions
+from hpctrain.gradients.send_order import SendOrder, first_needed, first_ready
 from hpctrain.tuning.select import algorithm_name, bind, resolve_auto
 from hpctrain.watch.trace import Trace
 
@@ -90,6 +81,11 @@ class WireOptions(ReductionOptions, CompressionOptions):
                 "it orders buckets that are sent during backward"
             )
 
+    @property
+    def send_order(self) -> SendOrder:
+        """The order in which the communication thread reduces buckets."""
+        return first_needed if self.priority else first_ready
+
     def must_have_defaults(
         self, engine: str, keys: Collection[str] = ALLREDUCE_ONLY_DEFAULTS.keys()
     ) -> None:
@@ -111,6 +107,7 @@ class BucketSum:
         """Bind `allreduce` to the bucket's elements of `grad`; collective."""
         self.bucket, self.elements = bucket, grad[bucket.start : bucket.stop]
         self.total = self.elements
+        self.is_complete = False  #: whether `total` holds the sum of this step
         function = resolve_auto(allreduce, group, self.elements, np.add)
         self.is_shared = function is direct_shared
         self.algorithm = algorithm_name(function, group, self.elements)
@@ -123,10 +120,13 @@ class BucketSum:
 
     def reduce(self, trace: Trace) -> float:
         """Sum the elements over all ranks, record a span, and return its seconds; collective."""
+        wait_for(self.written_event)
         start = perf_counter()
         total = self._bound_call()
         self.total = self.elements if total is None else total
-        return trace.add(self._span_name, "wire", start, perf_counter(), self._span_details)
+        seconds = trace.add(self._span_name, "wire", start, perf_counter(), self._span_details)
+        self.sum_event = event(self.elements)
+        return seconds
 
 
 class Reducer:
@@ -139,8 +139,9 @@ class Reducer:
         group: Group,
         allreduce: SumFunction,
         concurrent: bool,
+        *,
         trace: Trace | None = None,
-        priority: bool = False,
+        send_order: SendOrder = first_ready,
         check: Callable[[int, int], None] | None = None,
     ):
         """Reduce `grad` over `group`, whose link only this object may use from now on.
@@ -149,12 +150,8 @@ class Reducer:
         """
         self.wire_s = 0.0  #: time in collectives since the start
         self.sums = [BucketSum(i, x, grad, group, allreduce) for i, x in enumerate(buckets)]
-        self._grad, self._group, self._trace, self._check_bucket = (
-            grad,
-            group,
-            trace or Trace(),
-            check,
-        )
+        self._grad, self._group, self._trace = grad, group, trace or Trace()
+        self._check_bucket = check
         self._shares_sums = any(bucket.is_shared for bucket in self.sums)
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
         self._first_plane = neighbours[0] if neighbours else grad  # of the node's first rank
@@ -162,13 +159,11 @@ class Reducer:
         self.bucket_number = self._progress.bucket_number
         self._send_queue: SimpleQueue[int | None] = SimpleQueue()
         self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        self._complete_buckets: set[int] = set()  # buckets of this step whose sum is complete
+        self._unreduced = iter(self.sums)  # of this step, where no thread reduces them
         self._thread: threading.Thread | None = None
         if concurrent:
-            send_order: Iterator[int] = iter(self._send_queue.get, None)
-            if priority:
-                send_order = _iterate_by_priority(self._send_queue, group, len(buckets))
-            thread_arguments = (weakref.ref(self), grad, send_order)
+            numbers = send_order(self._send_queue, group, len(buckets))
+            thread_arguments = (weakref.ref(self), grad, numbers)
             self._thread = threading.Thread(
                 target=_run_thread, args=thread_arguments, name="wire", daemon=True
             )
@@ -188,7 +183,9 @@ class Reducer:
     def finish_backward(self) -> None:
         """Check that every slot was marked ready; after this, sums may be waited for."""
         self._progress.finish_step()
-        self._complete_buckets.clear()
+        for bucket_sum in self.sums:
+            bucket_sum.is_complete = False
+        self._unreduced = iter(self.sums)
 
     def wait(self) -> np.ndarray:
         """Wait for all sums; return the plane that holds them, or raise an error of the thread."""
@@ -204,36 +201,38 @@ class Reducer:
 
     def wait_for(self, number: int) -> np.ndarray:
         """Wait for the sum of bucket `number`; return the array that holds it."""
-        while number not in self._complete_buckets:
+        bucket_sum = self.sums[number]
+        while not bucket_sum.is_complete:
             self._receive_next()
-        return self.sums[number].total
+        return bucket_sum.total
 
     def wait_for_any(self, candidates: Set[int], preferred: int) -> int:
         """Wait for one of `candidates`; return `preferred` if it is complete, else the last."""
         while not self._result_queue.empty():
             self._receive_next()
-        while not (complete_candidates := self._complete_buckets & candidates):
+        while not (complete := [i for i in candidates if self.sums[i].is_complete]):
             self._receive_next()
-        return preferred if preferred in complete_candidates else max(complete_candidates)
+        return preferred if preferred in complete else max(complete)
 
     def _receive_next(self) -> None:
         """Wait for the next bucket; raise its error if it failed."""
         if self._thread is None:
-            number = len(self._complete_buckets)
-            self.wire_s += self.sums[number].reduce(self._trace)
+            bucket_sum = next(self._unreduced)
+            self.wire_s += bucket_sum.reduce(self._trace)
         else:
-            number, error = self._next_result()
+            number, error = self._next_result(self._thread)
             if error is not None:
                 try:
                     raise error
                 finally:
                     del error  # its frames would hold it, and it them, and so this engine
-            wait_for(self.sums[number].sum_event)
-        self._complete_buckets.add(number)
+            bucket_sum = self.sums[number]
+            wait_for(bucket_sum.sum_event)
+        bucket_sum.is_complete = True
 
-    def _next_result(self) -> tuple[int, BaseException | None]:
+    def _next_result(self, thread: threading.Thread) -> tuple[int, BaseException | None]:
         """Wait for a result of the communication thread; raise HpctrainError if it has ended."""
-        while self._thread is not None and self._thread.is_alive():
+        while thread.is_alive():
             with suppress(Empty):
                 return self._result_queue.get(timeout=ALIVE_S)
         if self._result_queue.empty():
@@ -278,23 +277,3 @@ def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator
                 if (reducer := owner()) is not None:
                     reducer._result_queue.put((number, error))
             reducer = None
-
-
-def _iterate_by_priority(
-    send_queue: SimpleQueue[int | None], group: Group, bucket_count: int
-) -> Iterator[int]:
-    """Yield the buckets of each step: always the last bucket that is ready on all ranks."""
-    while True:
-        unsent, ready_count = set(range(bucket_count)), 0
-        while unsent:
-            # Wait until there is an unsent bucket, then count all that are in the queue.
-            while ready_count <= min(unsent) or not send_queue.empty():
-                number = send_queue.get()
-                if number is None:
-                    return
-                ready_count = number + 1
-            common_count = np.array([ready_count])
-            recursive_doubling(group, common_count, np.minimum)
-            number = max(i for i in unsent if i < common_count[0])
-            unsent.remove(number)
-            yield number

@@ -17,6 +17,7 @@ from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import reducer as reducing
 from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.reducer import Reducer
+from hpctrain.gradients.send_order import first_needed, first_ready
 
 SHAPES = dict.fromkeys("abcdef", (100,))
 
@@ -25,7 +26,10 @@ def reducer_of(world, allreduce=ring, concurrent=True, priority=False):
     arena = arenas.make_arena(SHAPES, "float64")
     buckets = cut_buckets(arena.slots, arena.grad.size, 8, 1600)  # two slots each
     group = Group(world.link)
-    return arena, Reducer(arena.grad, buckets, group, allreduce, concurrent, priority=priority)
+    return arena, Reducer(
+        arena.grad, buckets, group, allreduce, concurrent,
+        send_order=first_needed if priority else first_ready,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("concurrent", [True, False])

@@ -112,7 +112,7 @@ class DelayedAverage(Averaging):
         self.link, self._uses_thread = world.link_for("average"), world.concurrent
         buckets = [Bucket(0, self._sum.size, frozenset({"planes"}))]
         self._reducer = Reducer(
-            self._sum, buckets, Group(self.link), allreduce, world.concurrent, world.trace
+            self._sum, buckets, Group(self.link), allreduce, world.concurrent, trace=world.trace
         )
         self._is_pending = self._is_complete = False
         self._wire_s = 0.0  # of the sums so far

@@ -126,9 +126,9 @@ class AllReduceEngine(EngineBase):
             wire_group,
             overlap.prefer_shared_sum(reduce, wire_group, arena.grad, buckets, options),
             concurrent,
-            self._trace,
-            options.priority,
-            self.check.on_bucket,
+            trace=self._trace,
+            send_order=options.send_order,
+            check=self.check.on_bucket,
         )
         if reduce is auto:
             algorithm_names = dict.fromkeys(bucket.algorithm for bucket in reducer.sums)

@@ -90,7 +90,7 @@ class GradientPlane:
         buckets = overlapping.choose_buckets(arena, self._group, options, self._is_concurrent)
         self._reducer = Reducer(
             grad, buckets, self._group, find_allreduce(options.algorithm), self._is_concurrent,
-            world.trace,
+            trace=world.trace,
         )  # fmt: skip
         self._flat = as_tensor(grad)
         self._views = {s.name: _view(self._flat[s.offset : s.stop], s.shape) for s in slots}
