@@ -31,7 +31,10 @@ def gather_results(link: Link, call: Callable[[], Any]) -> list[RankResult]:
         payload = json.dumps(RankResult(call()))
     except Exception as error:  # the other ranks wait for this rank's result
         logger.debug("reported to all ranks:", exc_info=True)
-        fault = _describe_fault(link, error)
+        is_expected = isinstance(error, (OSError, DamagedError, UsageError))
+        prefix = "" if is_expected else f"{type(error).__name__}: "
+        rank_text = f"rank {link.rank} on {socket.gethostname()}: " if link.size > 1 else ""
+        fault = f"{rank_text}{prefix}{error}"
         payload = json.dumps(RankResult(None, fault, isinstance(error, DamagedError)))
     return [RankResult(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
@@ -48,10 +51,3 @@ def join_faults(results: Sequence[RankResult]) -> str:
     faults = [result.fault for result in results if result.fault]
     rest_text = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
     return "; ".join(faults[:3]) + rest_text
-
-
-def _describe_fault(link: Link, error: Exception) -> str:
-    is_expected = isinstance(error, (OSError, DamagedError, UsageError))
-    prefix = "" if is_expected else f"{type(error).__name__}: "
-    rank_text = f"rank {link.rank} on {socket.gethostname()}: " if link.size > 1 else ""
-    return f"{rank_text}{prefix}{error}"

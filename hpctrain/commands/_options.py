@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from glob import escape, glob
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -61,15 +63,21 @@ def report_packages() -> Iterator[None]:
 
 
 def write_results(
-    content: dict[str, Any], json_file: Path | None, draw: Callable[[Path], None], plot: Path | None
+    content: dict[str, Any],
+    json_file: Path | None,
+    plot: Path | None,
+    draw: Callable[[ModuleType, Path], None],
 ) -> None:
-    """Write `content` to `json_file` and draw `plot`, where given; raise UsageError."""
+    """Write `content` to `json_file` and draw `plot`, where given; raise UsageError.
+
+    `draw(plots, plot)`: by a function of tools/bench/plot.py, which needs matplotlib.
+    """
     with report_packages():
         try:
             if json_file:
                 json_file.write_text(to_json(content, indent=1) + "\n")
             if plot:
-                draw(plot)
+                draw(import_module("hpctrain.tools.bench.plot"), plot)
         except (OSError, ValueError) as error:
             raise UsageError(f"--json, --plot: cannot be written: {error}") from None
 

@@ -136,14 +136,9 @@ def bench_predict(**option_values: Any) -> None:
         console.print(fit_table(table, console))
     say(f"assumed: {text}")
 
-    def draw(plot: Path) -> None:
-        from hpctrain.tools.bench.plot import draw_prediction  # needs matplotlib
-
-        draw_prediction(rows, text, plot)
-
     files = option_values["json"], option_values["plot"]
     content = {"machine": asdict(machine), "assumed": text, "rows": rows}
-    write_results(content, files[0], draw, files[1])
+    write_results(content, *files, lambda plots, file: plots.draw_prediction(rows, text, file))
     for file in filter(None, files):
         say(f"wrote {file}", err=True)
 
@@ -206,13 +201,10 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     text = machine_text(machine, per_node)
     say(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
     assumed_text = f"{title}; {text}"
-
-    def draw(path: Path) -> None:
-        from hpctrain.tools.bench.plot import draw_grids
-
-        draw_grids(rows, assumed_text, path)
-
-    write_results({"assumed": assumed_text, "rows": rows}, json, draw, plot)
+    content = {"assumed": assumed_text, "rows": rows}
+    write_results(
+        content, json, plot, lambda plots, file: plots.draw_grids(rows, assumed_text, file)
+    )
 
 
 def _model_layers(options: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from hpctrain.commands._lazy import WholeGroup
 from hpctrain.commands._options import FILE_TYPE, add_options, complete_choices, report_packages
 from hpctrain.commands.bench_predict import predict
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import print_table
+from hpctrain.core.fitted_table import make_table, print_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
@@ -31,7 +31,6 @@ from hpctrain.parallel.timing.summary import (
     time_uniform,
 )
 from hpctrain.tools.bench.units import parse_sizes, size_text
-from hpctrain.tools.show.tables import make_table
 
 DEFAULT_WIDTH = 160  #: of tables, if stdout is no terminal
 CAPTION = "activations: peak, 1 is a rank's for a micro-batch; messages and bytes: sent in a step"

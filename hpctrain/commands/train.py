@@ -16,7 +16,6 @@ from hpctrain.tools.report import history
 from hpctrain.training import recipe, runs
 from hpctrain.training.dry_run import dry_run
 from hpctrain.transport.device.gpus import Device
-from hpctrain.world import World
 
 EPILOG = """\b
 Examples:
@@ -130,10 +129,6 @@ def train(
         dry_run(resolved_recipe, job, out)
         return
     if resume and out is None:
-        out = _find_newest_run(job, resolved_recipe.run.name)
+        name = resolved_recipe.run.name
+        out = Path(job.from_first(lambda: str(history.find_newest(Path("runs"), name))))
     runs.train(resolved_recipe, job, out, resume, replay)
-
-
-def _find_newest_run(job: World, recipe_name: str) -> Path:
-    """Return the folder of the newest run of a recipe in runs/, as rank 0 sees it; collective."""
-    return Path(job.from_first(lambda: str(history.find_newest(Path("runs"), recipe_name))))

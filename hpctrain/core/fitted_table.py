@@ -35,6 +35,21 @@ class PlainConsole(Console):
             yield part if part.control else Segment(printable(part.text), part.style)
 
 
+def make_table(
+    headings: Iterable[str],
+    rows: Iterable[Iterable[RenderableType]] = (),
+    *left: str,
+    title: str | None = None,
+    caption: str | None = None,
+) -> Table:
+    """Return a table of `rows`; columns are aligned to the right, but for those named `left`."""
+    columns = (Column(text, justify="left" if text in left else "right") for text in headings)
+    table = Table(*columns, title=title, caption=caption)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def stdout_console(width: int) -> PlainConsole:
     """Return the console on stdout, of `width` columns where that is no terminal."""
     console = PlainConsole()

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
+from hpctrain.core.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -104,6 +106,13 @@ def launched(environ: Mapping[str, str]) -> Launched:
             by_srun = _launched_by_srun(environ) if name == "pals" else None
             return by_srun or Launched(name, rank, size, local_rank, local_size)
     return _launched_by_srun(environ) or _launched_by_pmi(environ) or SINGLE_RANK
+
+
+def must_not_be_rank(environ: Mapping[str, str], reason: str) -> None:
+    """Raise UsageError, with a `reason`, in a rank of a job: each rank would start ranks."""
+    job = launched(environ)
+    if job.size > 1:
+        raise UsageError(f"this is rank {job.rank} of {job.size}: {reason}")
 
 
 def restarts(environ: Mapping[str, str]) -> int:

@@ -39,12 +39,14 @@ def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site
     nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
     engine, overrides = _choose_engine(request)
     equal_fields = {field.name: getattr(request, field.name) for field in fields(JobOptions)}
+    arguments = ["--engine", engine] if engine else []
+    arguments += ["--epochs", str(request.epochs)] if request.epochs is not None else []
     job = replace(
         Job(**equal_fields),
         nodes=nodes,
         tasks_per_node=_tasks_per_node(request.ranks, request.tasks_per_node, nodes),
         sizes=tuple(request.sizes),
-        arguments=tuple(_train_arguments(engine, request.epochs, request.overrides)),
+        arguments=(*arguments, *(word for text in request.overrides for word in ("--set", text))),
         name=request.job_name,
         interactive=interactive,
     )
@@ -130,12 +132,6 @@ def _choose_engine(request: JobRequest) -> tuple[str | None, list[str]]:
         engine, overrides = "ps-sync", ["engine.kind=ps-sync", *overrides]
     servers = [f"engine.servers={request.servers}", "engine.placement=dedicated"]
     return engine, [*overrides, *servers]
-
-
-def _train_arguments(engine: str | None, epochs: int | None, sets: Sequence[str]) -> list[str]:
-    arguments = ["--engine", engine] if engine else []
-    arguments += ["--epochs", str(epochs)] if epochs is not None else []
-    return [*arguments, *(word for text in sets for word in ("--set", text))]
 
 
 def _tasks_per_node(total_ranks: int | None, tasks_per_node: int | None, nodes: int) -> int | None:

@@ -213,11 +213,7 @@ def _check_request(lab: Lab, argv: Sequence[str]) -> None:
             f"each would start a job of its own; leave {program_name} out: hpctrain netlab "
             f"--hosts {lab.hosts} --ranks-per-host {lab.ranks_per_host} -- PROGRAM ..."
         )
-    outer_job = launchers.launched(os.environ)
-    if outer_job.size > 1:
-        raise UsageError(
-            f"this is rank {outer_job.rank} of {outer_job.size}: netlab starts ranks itself"
-        )
+    launchers.must_not_be_rank(os.environ, "netlab starts ranks itself")
     if (reason := unavailable_reason()) is not None:
         raise UsageError(reason)
 

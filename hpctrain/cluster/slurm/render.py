@@ -68,6 +68,9 @@ def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
     # An elastic job is started again by `hpctrain launch`.
     policy = {"max-restarts": job.max_restarts, "relaunches": 0 if job.elastic else job.relaunches,
               "min-ranks": job.min_ranks or 0, "warn-s": job.warn_s}  # fmt: skip
+    servers = ["--set", f"engine.servers={job.servers}", "--set", "engine.placement=dedicated"]
+    servers = servers if job.servers else []
+    program = [] if job.elastic else ["hpctrain"]  # `hpctrain launch` is called with a command
     return {
         "title": title,
         "file": job.file_name,
@@ -78,7 +81,7 @@ def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
         else _read_template("site.sh").rstrip(),
         "sizes": _SIZES.format(" ".join(map(str, job.sizes))) if job.sizes else "",
         "run": _run_folder_word(job),
-        "train": shlex.join(_train_command(job)),
+        "train": shlex.join([*program, "train", job.recipe, *job.arguments, *servers]),
         "placement": placement,
         "sent_file": shlex.quote(str(folder / SENT_FILE.name)),
         "policy": " ".join(f"--{name}={value}" for name, value in policy.items()),
@@ -169,12 +172,6 @@ def _run_folder_word(job: Job) -> str:
     """Return the run's folder as a word of shell."""
     name = f"runs/{job_name(job)}-${'SLURM_ARRAY_JOB_ID' if job.sizes else 'SLURM_JOB_ID'}"
     return (shlex.quote(job.out) if job.out else name) + "/nodes-$nodes" * bool(job.sizes)
-
-
-def _train_command(job: Job) -> list[str]:
-    server_words = ["--set", f"engine.servers={job.servers}", "--set", "engine.placement=dedicated"]
-    program = [] if job.elastic else ["hpctrain"]  # `hpctrain launch` is called with a command
-    return [*program, "train", job.recipe, *job.arguments, *(server_words if job.servers else [])]
 
 
 def _elastic_launcher(job: Job) -> str:

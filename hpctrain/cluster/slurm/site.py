@@ -97,7 +97,9 @@ class Site:
         lines = [f"module load {shlex.join(modules)} || {exit_command}"] if modules else []
         lines += [f". {shlex.quote(self.venv)}/bin/activate || {exit_command}"] if self.venv else []
         lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-        return "\n".join([*self._header_comments(), *lines])
+        origin = "Read from public documentation, not run there:" if self.read else ""
+        comments = filter(None, (self.title, origin, *self.read, *self.notes))
+        return "\n".join([*(f"# {line}" for line in comments), *lines])
 
     def site_env(self, nodes: Nodes) -> str:
         """Return the text of site.env: the setup script, then options of sbatch as variables."""
@@ -113,10 +115,6 @@ class Site:
         hint = f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
         comment = "# Options of sbatch as variables; give the others on its command line:"
         return "\n".join([self.setup_script(nodes, "return 1"), comment, hint, *exports, ""])
-
-    def _header_comments(self) -> list[str]:
-        origin = "Read from public documentation, not run there:" if self.read else ""
-        return [f"# {line}" for line in (self.title, origin, *self.read, *self.notes) if line]
 
 
 #: Nodes of an unknown kind.

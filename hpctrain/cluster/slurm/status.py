@@ -163,7 +163,9 @@ def _job_row(history: JobHistory, state: JobState) -> Row:
     except DAMAGE_ERRORS as error:
         error_text = _error_text(error)
         run_fields = _run_fields(history.folder, status=DAMAGED_STATE, reason_of_run=error_text)
-    log_path = _find_log(history.folder, state)
+    default_path = history.folder / f"slurm-{state.job}.out"
+    reported_path = Path(state.log) if state.log else default_path
+    log_path = next((path for path in (default_path, reported_path) if path.is_file()), None)
     has_failed = state.state in END_STATES and run_fields["status"] != "done"
     output = {
         "log": str(log_path) if log_path else None,
@@ -178,7 +180,10 @@ def read_run_progress(run: Path, job: str) -> Row:
     for row in run_folder.rows(run):  # a row may lack an evaluation
         latest_values |= {key: row[key] for key in METRIC_KEYS if row.get(key) is not None}
     summary = run_folder.read_summary(run) or {}
-    options = _read_run_options(run)
+    path = run / run_folder.RECIPE
+    text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
+    table = toml.parse(text, str(path)).get("run")
+    options = table if isinstance(table, dict) else {}
     job_summary = summary if run_folder.is_summary_of(run, job) else {}
     return {
         "status": job_summary.get("status"),
@@ -187,21 +192,6 @@ def read_run_progress(run: Path, job: str) -> Row:
         "epochs": options.get("epochs"),
         **latest_values,
     }
-
-
-def _read_run_options(run: Path) -> Row:
-    """Return `[run]` of the resolved recipe; empty before training begins."""
-    path = run / run_folder.RECIPE
-    text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
-    table = toml.parse(text, str(path)).get("run")
-    return table if isinstance(table, dict) else {}
-
-
-def _find_log(folder: Path, state: JobState) -> Path | None:
-    """Return the output file of a job: in `folder`, or where Slurm reports it; None if missing."""
-    default_path = folder / f"slurm-{state.job}.out"
-    reported_path = Path(state.log) if state.log else default_path
-    return next((path for path in (default_path, reported_path) if path.is_file()), None)
 
 
 def read_last_line(log_path: Path, job: str) -> str:

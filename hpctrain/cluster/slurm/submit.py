@@ -55,11 +55,7 @@ def submit_script(script_text: str, folder: Path, options: Sequence[str] = ()) -
     another failure, after which the job may be in the queue.
     """
     require_command("sbatch")
-    outer_job = launchers.launched(os.environ)
-    if outer_job.size > 1:
-        raise UsageError(
-            f"this is rank {outer_job.rank} of {outer_job.size}: each would submit a job"
-        )
+    launchers.must_not_be_rank(os.environ, "each would submit a job")
     _must_query_same_cluster()
     new_paths = [path for path in (folder / SENT_FILE.name, folder) if not path.exists()]
     earlier_jobs = read_job_ids(folder)

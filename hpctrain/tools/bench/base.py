@@ -18,13 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, make_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.hardware.pci import ROOT
 from hpctrain.tools.bench.units import size_text
-from hpctrain.tools.show.tables import make_table
 from hpctrain.transport import machine
 from hpctrain.transport.device import gpus
 from hpctrain.tuning import choose

@@ -248,14 +248,10 @@ def make_roofline(group: Group, x: np.ndarray) -> Roofline:
             "memory", partial(np.add, a, b, a), BYTES_STREAMED_PER_BYTE * x.nbytes * group.link.size
         )
     source_rank, target_rank = group.nodes[0][0], group.nodes[1][0]
-    return Roofline("link", one_way_call(group, x, source_rank, target_rank), x.nbytes)
-
-
-def one_way_call(group: Group, x: np.ndarray, source: int, target: int) -> Callable[[], None]:
-    """Return a call in which rank `source` sends `x` to rank `target`; other ranks do nothing."""
     link = group.link
     calls = {
-        source: lambda: link.isend(x, target).wait(),
-        target: lambda: link.irecv(x, source).wait(),
+        source_rank: lambda: link.isend(x, target_rank).wait(),
+        target_rank: lambda: link.irecv(x, source_rank).wait(),
     }
-    return calls.get(link.rank, lambda: None)  # the clock waits for the two that communicate
+    # The other ranks do nothing: the clock waits for the two that communicate.
+    return Roofline("link", calls.get(link.rank, lambda: None), x.nbytes)

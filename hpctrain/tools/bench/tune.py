@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from hpctrain.core import config, progress, thresholds
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, make_table
 from hpctrain.core.printing import say
 from hpctrain.tools.bench import base, units
 from hpctrain.tools.bench.base import (
@@ -27,7 +27,6 @@ from hpctrain.tools.bench.base import (
 )
 from hpctrain.tools.bench.p2p import DEVICES
 from hpctrain.tools.bench.units import size_text
-from hpctrain.tools.show.tables import make_table
 from hpctrain.transport.device import gpus
 from hpctrain.tuning import choose, select, sweep, table
 from hpctrain.tuning.alpha_beta import measure_constants

@@ -95,7 +95,8 @@ def _pick_cases(cases: list[Case], indexes: Sequence[int]) -> list[Case]:
 
 
 def _run_cases(request: Request, cases: list[Case]) -> int:
-    _check_outer_job()
+    reason = "`hpctrain chaos` starts ranks itself; call it directly"
+    launchers.must_not_be_rank(os.environ, reason)
     jobs.must_start([case.launcher for case in cases])
     file = _begin_results(request)
     tables = results.read(file) if file else {}
@@ -114,15 +115,6 @@ def _run_cases(request: Request, cases: list[Case]) -> int:
                 shutil.rmtree(work / "case-{seed}-{index}".format_map(result["case"]))
     results.print_summary(list(tables.values()))
     return _finish_campaign(request, list(tables.values()), work)
-
-
-def _check_outer_job() -> None:
-    outer_job = launchers.launched(os.environ)
-    if outer_job.size > 1:
-        raise UsageError(
-            f"this is rank {outer_job.rank} of {outer_job.size}: `hpctrain chaos` starts ranks "
-            "itself; call it directly"
-        )
 
 
 def _begin_results(request: Request) -> Path | None:

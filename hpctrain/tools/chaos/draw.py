@@ -95,7 +95,10 @@ class FaultDraw:
         if moment == "recovery" and self._is_first:  # there is none yet
             moment = "step"
         if self._case.launcher == "threads":
-            return self._link_call(moment, target, others)
+            if moment == "recovery":
+                return LinkCall(target, self._part, self._draw.randint(1, RECOVERY_CALLS), others)
+            self._part = round(self._draw.random(), 5)
+            return LinkCall(target, self._part, 0, others)
         signal_name = self._draw.choice(signals)
         if moment == "start":
             return Signal(signal_name, target, None, round(self._start_ms / 8), others=others)
@@ -104,12 +107,6 @@ class FaultDraw:
             step = None  # while the resumed job loads its checkpoint
         during: Moment = moment
         return Signal(signal_name, target, step, self._delay_ms, 1, others, during)
-
-    def _link_call(self, moment: str, target: int, others: list[int]) -> LinkCall:
-        if moment == "recovery":
-            return LinkCall(target, self._part, self._draw.randint(1, RECOVERY_CALLS), others)
-        self._part = round(self._draw.random(), 5)
-        return LinkCall(target, self._part, 0, others)
 
     def to_launcher(self, signals: list[str]) -> Signal:
         """Return a signal to the launcher."""

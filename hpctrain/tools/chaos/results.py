@@ -24,13 +24,12 @@ from rich.progress import (
 )
 
 from hpctrain.core import files, progress
-from hpctrain.core.fitted_table import print_table
+from hpctrain.core.fitted_table import make_table, print_table
 from hpctrain.core.printing import say
 from hpctrain.tools.chaos import jobs
 from hpctrain.tools.chaos.campaign import LINES_LIMIT_BYTES
 from hpctrain.tools.chaos.case import Case, Table, describe_case, describe_kind, parse
 from hpctrain.tools.chaos.runner import FAILED, PASSED, SKIPPED
-from hpctrain.tools.show.tables import make_table
 from hpctrain.transport import machine
 
 CaseKey = tuple[int, int]  #: seed and index

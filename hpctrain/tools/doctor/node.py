@@ -143,7 +143,14 @@ def check_gpus(
         return [Check("GPUs", "bad", observed, cards.remedy), _check_cupy(cupy_version)]
     if not cards.gpus and not gpus_on_bus:
         return [Check("GPUs", "note", "none: training runs on the CPU")]
-    checks = [_check_inventory(cards), _check_visible_count(cards, gpus_on_bus, environ)]
+    name_counts = Counter(card.name for card in cards.gpus)
+    counts_text = ", ".join(f"{count} x {name}" for name, count in name_counts.items())
+    slice_count = sum(len(card.slices) for card in cards.gpus)
+    mig_text = f", divided into {slice_count} MIG slices" if slice_count else ""
+    checks = [
+        Check("GPUs", "ok", f"{counts_text}{mig_text}; driver {cards.driver}"),
+        _check_visible_count(cards, gpus_on_bus, environ),
+    ]
     checks += filter(None, [_check_visible_list(cards.gpus, environ)])
     checks.append(_check_cupy(cupy_version))
     if gpu_paths is not None:
@@ -157,14 +164,6 @@ def check_gdr(support: GdrState) -> Check:
     observed = f"{availability_text}: {support.evidence}"
     verdict: Verdict = "ok" if support.available else "note"
     return Check("GPUDirect RDMA", verdict, observed, support.remedy)
-
-
-def _check_inventory(cards: NodeGpus) -> Check:
-    name_counts = Counter(card.name for card in cards.gpus)
-    counts_text = ", ".join(f"{count} x {name}" for name, count in name_counts.items())
-    slice_count = sum(len(card.slices) for card in cards.gpus)
-    mig_text = f", divided into {slice_count} MIG slices" if slice_count else ""
-    return Check("GPUs", "ok", f"{counts_text}{mig_text}; driver {cards.driver}")
 
 
 def _check_visible_count(cards: NodeGpus, gpus_on_bus: int, environ: Mapping[str, str]) -> Check:

@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core import progress
-from hpctrain.core.fitted_table import PlainConsole, fit_table
+from hpctrain.core.fitted_table import PlainConsole, fit_table, make_table
 from hpctrain.core.printing import say
 from hpctrain.tools.doctor.check import Check, node_list
 from hpctrain.tools.doctor.examine import NodeResult
 from hpctrain.tools.doctor.job import binding
 from hpctrain.tools.doctor.job.result import JobResult
-from hpctrain.tools.show.tables import make_table
 
 VERDICT_COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
 DEFAULT_WIDTH = 110  # characters, if stdout is no terminal

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.hardware import pci
 from hpctrain.hardware.nics import Nic, fabric_ports, fastest_port, nearest_ports
-from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
+from hpctrain.hardware.nvidia import NodeGpus
 from hpctrain.hardware.pci import ROOT
 from hpctrain.tools.doctor.check import Check
 from hpctrain.transport.placement import nearest_nics
@@ -56,7 +56,10 @@ def format_topology(
     """
     texts_by_node: dict[int | None, list[str]] = {number: [] for number in topology.numa}
     for card in cards.gpus:
-        texts_by_node.setdefault(pci.numa_node(card.pci, root), []).append(_format_card(card))
+        memory_text = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
+        texts_by_node.setdefault(pci.numa_node(card.pci, root), []).append(
+            f"GPU{card.index} {card.name}{memory_text}"
+        )
     for nic in nics:
         texts_by_node.setdefault(pci.numa_node(nic.pci, root), []).append(describe_nic(nic))
     lines = [f"node {host}"]
@@ -90,11 +93,6 @@ def _format_matrix(topology: Topology) -> list[str]:
         for name, row in zip(topology.headings, topology.matrix, strict=True)
     ]
     return [f"  {line.rstrip()}" for line in (header_line, *rows, _LEGEND)]
-
-
-def _format_card(card: GpuInfo) -> str:
-    memory_text = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
-    return f"GPU{card.index} {card.name}{memory_text}"
 
 
 def _read_numa_nodes(root: Path) -> dict[int, str]:

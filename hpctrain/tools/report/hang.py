@@ -74,8 +74,7 @@ def print_report(job: JobState, last: int) -> None:
     """Print the table, the last operations of each rank if `last`, the conclusions, the remedy."""
     from rich.text import Text
 
-    from hpctrain.core.fitted_table import fit_table, stdout_console
-    from hpctrain.tools.show.tables import make_table
+    from hpctrain.core.fitted_table import fit_table, make_table, stdout_console
 
     console = stdout_console(history.DEFAULT_WIDTH)
     headings = ("rank", "host", "state", "step", "last operation", "since", "line")

@@ -121,8 +121,8 @@ def find_newest(folder: Path, recipe: str) -> Path:
 
 def print_table(entries: Sequence[HistoryEntry]) -> None:
     """Print a row per run on stdout."""
+    from hpctrain.core.fitted_table import make_table
     from hpctrain.core.fitted_table import print_table as print_fitted
-    from hpctrain.tools.show.tables import make_table
 
     headings = ("started", "recipe", "engine", "ranks", "status", "step", "result", "folder")
     print_fitted(make_table(headings, map(_entry_cells, entries), *headings), DEFAULT_WIDTH)

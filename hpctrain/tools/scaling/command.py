@@ -64,7 +64,10 @@ def scale(options: Mapping[str, Any]) -> int:
                 _write_result(folder, partial_study, spec, with_plots)
             raise
         result, files = _write_result(folder, study, spec, with_plots)
-    _print_result(result, files)
+    print_table(tables.table(result), DEFAULT_WIDTH)
+    for name, text in tables.facts(result).items():
+        say(f"{name}: {text}")
+    say(f"written: {', '.join(map(str, files))}")
     return EXIT_CODE_GAPS if any(row.get("repeats_missing") for row in result.rows) else 0
 
 
@@ -229,14 +232,6 @@ def _write_result(
         trial_recipe.describe_deviations(spec, study.mode, study.batch, study.timing, study.threads)
     )
     return result, write(folder.path, result, deviations, with_plots)
-
-
-def _print_result(result: Result, files: Sequence[Path]) -> None:
-    """Print the table, the fits and the paths of files on stdout."""
-    print_table(tables.table(result), DEFAULT_WIDTH)
-    for name, text in tables.facts(result).items():
-        say(f"{name}: {text}")
-    say(f"written: {', '.join(map(str, files))}")
 
 
 def can_draw() -> bool:

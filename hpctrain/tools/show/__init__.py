@@ -1,1 +1,1 @@
-"""Tables, plots and live views of the tools, in one style."""
+"""The style of the plots of all tools."""

@@ -115,7 +115,11 @@ class HostRing:
             self._heard_s = now_s
         if now_s - self._sent_s >= limit_s / DATAGRAMS_PER_LIMIT:
             self._sent_s = now_s
-            self._send_due(now_s)
+            self._send_datagram(Kind.HEARTBEAT, self._neighbour(1), self._host)
+            for dead_host in [host for host, until_s in self._announced.items() if now_s < until_s]:
+                self._announce_death(dead_host)  # again, since datagrams get lost
+            if self._trial is not None and not self._trial.is_own:
+                self._send_datagram(Kind.QUESTION, self._trial.askers[0], self.previous)
         for raw in self._network.receive():
             datagram = self.sealer.open(raw)
             if datagram is not None:
@@ -131,13 +135,6 @@ class HostRing:
 
     def _send_datagram(self, kind: Kind, receiver: int, subject: int) -> None:
         self._network.send(self.sealer.seal(kind, receiver, subject), self._endpoints[receiver])
-
-    def _send_due(self, now_s: float) -> None:
-        self._send_datagram(Kind.HEARTBEAT, self._neighbour(1), self._host)
-        for dead_host in [host for host, until_s in self._announced.items() if now_s < until_s]:
-            self._announce_death(dead_host)  # again, since datagrams get lost
-        if self._trial is not None and not self._trial.is_own:
-            self._send_datagram(Kind.QUESTION, self._trial.askers[0], self.previous)
 
     def _announce_death(self, dead_host: int) -> None:
         for receiver in range(len(self._endpoints)):

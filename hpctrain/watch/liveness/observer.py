@@ -75,18 +75,15 @@ class LivenessObserver:
             self._stopped_ranks.restart()
             if self._ring is not None:
                 self._ring.restart(self._awake_s)
-        self._check_node(limit_s)
-        if self._ring is not None:
-            self._ring.advance(self._awake_s, limit_s)
-            self._warn_if_never_heard(self._ring)
-
-    def _check_node(self, limit_s: float) -> None:
         heartbeats = self._heartbeats()
         for stopped in self._stopped_ranks.observe(heartbeats, self._awake_s, limit_s):
             if stopped.outlives_kill:
                 self._on_lost_rank(stopped.rank, str(stopped))
             elif kill(stopped.process):
                 log.warning("%s: it was killed and counts as lost", stopped)
+        if self._ring is not None:
+            self._ring.advance(self._awake_s, limit_s)
+            self._warn_if_never_heard(self._ring)
 
     def _warn_if_never_heard(self, ring: HostRing) -> None:
         if self._warns and self._awake_s > _FIRST_HEARTBEAT_S:

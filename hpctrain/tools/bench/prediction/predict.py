@@ -16,10 +16,10 @@ from rich.table import Table
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import make_table
 from hpctrain.core.fitted_table import print_table as print_fitted
 from hpctrain.tools.bench.prediction.measurements import Measurements
 from hpctrain.tools.bench.units import size_text
-from hpctrain.tools.show.tables import make_table
 from hpctrain.tuning.model.loggp import Clocks, Cluster, Wire
 from hpctrain.tuning.model.message_schedules import SCHEDULES
 from hpctrain.tuning.model.training_step import Step, step_time

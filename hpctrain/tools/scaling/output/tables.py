@@ -10,13 +10,13 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.cluster.netlab.netlab import parse_speed
+from hpctrain.core.fitted_table import make_table
 from hpctrain.tools.bench.prediction.predict import format_time
 from hpctrain.tools.scaling import statistics
 from hpctrain.tools.scaling.forecast import StepModel
 from hpctrain.tools.scaling.results import Result, Row
 from hpctrain.tools.scaling.statistics import Estimate
 from hpctrain.tools.scaling.study import Study
-from hpctrain.tools.show.tables import make_table
 from hpctrain.tuning import choose
 
 HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")

@@ -34,11 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 def must_work(on: str, sizes: Sequence[Size], link: str | None) -> MpiInstallation | None:
     """Raise UsageError where trials cannot run; return the MPI that they will use, if known."""
-    outer = launchers.launched(os.environ)
-    if outer.size > 1:
-        raise UsageError(
-            f"this is rank {outer.rank} of {outer.size}: `hpctrain scale` starts ranks itself"
-        )
+    launchers.must_not_be_rank(os.environ, "`hpctrain scale` starts ranks itself")
     if link is not None and on != "netlab":
         raise UsageError(f"--link shapes the links of a netlab; seen --on {on}")
     if on == "slurm":
