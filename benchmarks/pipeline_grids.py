@@ -79,7 +79,7 @@ def make_engine(world: World, pipe: int, schedule: str) -> tuple[Mesh, Any]:
     """Return the mesh, and an engine with its own model."""
     pipeline = PipelineOptions(schedule=schedule) if pipe > 1 else PipelineOptions()
     mesh, replica = make_replica(
-        pylm_model(), 0, "float32", world, MeshOptions(pipe=pipe), pipeline
+        pylm_model(), 0, "float32", world, mesh=MeshOptions(pipe=pipe), pipeline=pipeline
     )
     return mesh, AllReduce().build(mesh.data, replica, optim.adamw(1e-6))
 

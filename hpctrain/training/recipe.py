@@ -195,9 +195,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         tables={"schema": 1, **tables},
         written=paths.used(tables, data.path_keys(tables), written),
     )
-    split_model.check_options(
-        recipe.mesh, recipe.pipeline, recipe.engine, run.precision, recipe.faults
-    )
+    split_model.check(recipe.mesh, recipe.pipeline, recipe.engine, run.precision, recipe.faults)
     recipe.pipeline.check(recipe.mesh.pipe, recipe.batch.micro_batches)
     return recipe
 

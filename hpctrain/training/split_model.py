@@ -27,28 +27,18 @@ ENGINES = ("AllReduce", "LocalSgd", "PsSync", "PsAsync", "Easgd", "Gossip")
 def check(
     mesh: MeshOptions,
     pipeline: PipelineOptions,
-    model: Any,
     engine: Any,
     precision: Precision,
     faults: FaultsOptions,
+    *,
+    model: Any = None,
 ) -> None:
-    """Raise UsageError for a model or options that do not go with `mesh`."""
-    if mesh.pipe > 1 and not isinstance(model, nn.Model):
+    """Raise UsageError for options, or for a `model` if it is known, that do not go with `mesh`."""
+    if mesh.pipe > 1 and model is not None and not isinstance(model, nn.Model):
         raise UsageError(
             f"[mesh] pipe: expected an ht.nn.Model, seen {type(model).__name__}; for modules of "
             'PyTorch use torch.distributed.pipelining on init_process_group("hpctrain")'
         )
-    check_options(mesh, pipeline, engine, precision, faults)
-
-
-def check_options(
-    mesh: MeshOptions,
-    pipeline: PipelineOptions,
-    engine: Any,
-    precision: Precision,
-    faults: FaultsOptions,
-) -> None:
-    """Raise UsageError for options that do not go with `mesh`."""
     if mesh.pipe == 1:
         if pipeline != PipelineOptions():
             raise UsageError("[pipeline]: expected [mesh] pipe of 2 or more beside it, seen 1")
@@ -89,6 +79,7 @@ def make_replica(
     seed: int,
     precision: Precision,
     world: World,
+    *,
     mesh: MeshOptions,
     pipeline: PipelineOptions,
 ) -> tuple[Mesh, Any]:

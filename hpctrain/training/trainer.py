@@ -84,11 +84,17 @@ class Trainer:
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
         self.world.on_all_ranks(
-            lambda: split_model.check(mesh, pipeline, model, engine, chosen_precision, faults)
+            lambda: split_model.check(mesh, pipeline, engine, chosen_precision, faults, model=model)
         )
         self.engine_options, self._optimizer, self._faults = engine, optimizer, faults
         self._make_replica = partial(
-            split_model.make_replica, model, seed, chosen_precision, self.world, mesh, pipeline
+            split_model.make_replica,
+            model,
+            seed,
+            chosen_precision,
+            self.world,
+            mesh=mesh,
+            pipeline=pipeline,
         )
         self._unit = mesh.pipe
         if not (self.world.is_spare and self._unit > 1):

@@ -25,10 +25,10 @@ class Recovery:
 class Recoveries:
     """The rank losses of a call of fit, the same on each surviving rank."""
 
-    began_at: float | None = None  #: Unix time of the first step of this call
+    _began_at: float | None = None  #: Unix time of the first step of this call
     since_step: int = 0
     last_step: int = 0  #: completed
-    last_step_at: float = 0.0  #: its Unix time
+    _last_step_at: float = 0.0  #: its Unix time
     entries: list[Recovery] = field(default_factory=list)
     row_ranks: list[int] = field(default_factory=list)  #: lost since the last row
     has_lost_host: bool = False  #: since the last checkpoint: MPI's launcher may end the job
@@ -36,37 +36,32 @@ class Recoveries:
     @property
     def has_begun(self) -> bool:
         """Whether a part of the call has begun to train."""
-        return self.began_at is not None
-
-    @property
-    def progress(self) -> tuple[bool, int]:
-        """Whether training has begun, and the last step: of two records the greater is newer."""
-        return self.has_begun, self.last_step
+        return self._began_at is not None
 
     def begin(self, step: int) -> float:
         """Return the seconds since the first step of this call, `step` if it begins now."""
         now = time.time()
-        if self.began_at is None:
-            self.began_at = self.last_step_at = now
+        if self._began_at is None:
+            self._began_at = self._last_step_at = now
             self.since_step = self.last_step = step
-        return now - self.began_at
+        return now - self._began_at
 
     def count_step(self, step: int) -> None:
         """Note that `step` is complete."""
         if step > self.last_step:
             self.end_loss()
-            self.last_step, self.last_step_at = step, time.time()
+            self.last_step, self._last_step_at = step, time.time()
 
     def end_loss(self) -> None:
         """Note that the time without progress since a loss is over, or that training is."""
         if self.entries and self.entries[-1].lost_s is None:
-            self.entries[-1].lost_s = time.time() - self.last_step_at
+            self.entries[-1].lost_s = time.time() - self._last_step_at
 
     def add(
         self, step: int, ranks: Sequence[int], hosts: Sequence[str], spares: Sequence[int]
     ) -> None:
         """Add a loss of `ranks`, after which training goes on from `step`."""
-        if self.began_at is None:
+        if self._began_at is None:
             return
         if self.entries and self.entries[-1].lost_s is None:  # another loss before any step
             last_loss = self.entries[-1]
@@ -74,7 +69,7 @@ class Recoveries:
                 [*last_loss.ranks, *ranks], [*last_loss.hosts, *hosts], [*last_loss.spares, *spares]
             )  # fmt: skip
             self.entries.pop()
-        wall_s, steps_redone = self.last_step_at - self.began_at, max(self.last_step - step, 0)
+        wall_s, steps_redone = self._last_step_at - self._began_at, max(self.last_step - step, 0)
         recovery = Recovery(step, wall_s, list(ranks), list(hosts), list(spares), steps_redone)
         self.entries.append(recovery)
         self.row_ranks += [rank for rank in ranks if rank not in self.row_ranks]
@@ -89,26 +84,18 @@ class Recoveries:
         """All spares that have taken a place."""
         return [rank for entry in self.entries for rank in entry.spares]
 
-    @property
-    def lost_s(self) -> float:
-        """Seconds without progress."""
-        return sum(entry.lost_s or 0.0 for entry in self.entries)
-
     def summary(self, wall_s: float) -> dict[str, Any]:
         """Return the entries of summary.json; ETTR: the part of `wall_s` with progress."""
+        lost_s = sum(entry.lost_s or 0.0 for entry in self.entries)
         return {
             "recoveries": [asdict(entry) for entry in self.entries],
-            "lost_s": self.lost_s,
-            "ettr": 1 - self.lost_s / max(wall_s, self.lost_s, 1e-9),
+            "lost_s": lost_s,
+            "ettr": 1 - lost_s / max(wall_s, lost_s, 1e-9),
             "spares_used": len(self.spares),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON data for ranks that join."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> Recoveries:
-        """Return the losses in the JSON data of `to_json`."""
+        """Return the record whose `asdict` is `table`."""
         entries = [Recovery(**entry) for entry in table["entries"]]
         return cls(**{**table, "entries": entries})

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class Survival:
         world, job, own_record_json = self.world, self.world.job, ""
         assert job is not None
         if self.has_claimed:
-            own_record_json = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
+            own_record_json = json.dumps({"run": self.run, "recoveries": asdict(self.recoveries)})
         texts = [text for text in all_gather_bytes(job.link, own_record_json.encode()) if text]
         if not texts and not {*job.numbers} & {*self._members}:
             raise RecoveryError("all ranks that trained are lost; start the job again")
@@ -157,7 +158,7 @@ class Survival:
         self.has_claimed = bool(notes)
         if notes:  # all take the same record: what it leads to must be collective
             records = [Recoveries.from_json(note["recoveries"]) for note in notes]
-            self.recoveries = max(records, key=lambda record: record.progress)
+            self.recoveries = max(records, key=lambda r: (r.has_begun, r.last_step))  # newest
             self.run = notes[0]["run"]
         states = [self._live_state] if self._live_state is not None else []
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
