@@ -14,15 +14,12 @@ from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.metrics import PARTS
 from hpctrain.core.trees import shape_from_json
-from hpctrain.engines import Engine
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.loss_scale import LossScale
-from hpctrain.gradients.replica import Replica
 from hpctrain.training import weights
-from hpctrain.training.callbacks import Row
+from hpctrain.training.callbacks import Callbacks, Row
+from hpctrain.training.fit import FitSegment
 from hpctrain.training.journal import Journal
-from hpctrain.training.run_options import CheckpointOptions
-from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 SCALE = "loss_scale"
@@ -31,26 +28,23 @@ SCALE = "loss_scale"
 class Checkpointer:
     """The checkpoints of a call of fit; all ranks decide alike when to save."""
 
-    def __init__(
-        self,
-        world: World,
-        engine: Engine,
-        replica: Replica,
-        journal: Journal,
-        options: CheckpointOptions,
-        about: dict[str, Any],
-    ):
-        """`about`: facts of the model for checkpoints; `replica`: the engine's replica."""
-        self._world, self._engine, self._journal = world, engine, journal
+    def __init__(self, segment: FitSegment, journal: Journal, callbacks: Callbacks):
+        self._segment, self._world, self._engine = segment, segment.world, segment.engine
+        self._journal, self._options, replica = journal, segment.fit.checkpoints, segment.replica
         self._loss = replica.loss
         self._loss_scale: LossScale | None = getattr(replica, "loss_scale", None)
-        self._options, self._about = options, about
+        origin = segment.fit.origin
+        self._about = {  # facts of model, data and callbacks for checkpoints
+            "model": {"input_shape": replica.model.input_shape, "outputs": origin.outputs},
+            **({"scale": origin.scale.as_json()} if origin.scale else {}),
+            "callbacks": callbacks.saved,  # which changes with each row
+        }
         self._best_value: float | None = None  # of the metric `keep_best`
 
     @property
     def periods(self) -> tuple[int, int]:
         """The periods of checkpoints in steps, by either rule; 0 for never."""
-        options, epoch = self._options, self._journal.sampler.steps_per_epoch
+        options, epoch = self._options, self._segment.sampler.steps_per_epoch
         return (options.every_epochs or 0) * epoch, options.every_steps or 0
 
     def resume(self, run: Path, loaded: Path) -> None:
@@ -71,7 +65,7 @@ class Checkpointer:
 
     def must_fit(self, reader: checkpoint.Reader) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
-        recipe, about = self._journal.recipe, reader.about
+        recipe, about = self._segment.fit.origin.recipe, reader.about
         saved_model, own_model = about.get("model") or {}, self._about["model"]
         is_same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
         facts: dict[str, tuple[Any, Any]] = {
@@ -104,7 +98,7 @@ class Checkpointer:
 
         A failure ends the run only if the checkpoint is the last one (`must`).
         """
-        run = self._journal.run
+        run = self._segment.run
         if run is None:
             return None
         self._engine.settle()

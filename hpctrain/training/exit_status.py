@@ -36,11 +36,12 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
 
     `on_end` gets the summary of a run that was stopped or that failed on all ranks.
     """
-    journal.world.on_failure = partial(_fail_alone, journal)
+    world = journal.segment.world
+    world.on_failure = partial(_fail_alone, journal)
     try:
         yield
     except LostRankError as error:
-        if not journal.world.survives:
+        if not world.survives:
             _fail_alone(journal, error)
             _with_last_lines(error, journal)
         journal.close_bar()
@@ -67,7 +68,7 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
             time.sleep(FIRST_REPORT_S)
         raise shortage_error from error
     finally:
-        journal.world.on_failure = None
+        world.on_failure = None
 
 
 def _fail_alone(journal: Journal, error: BaseException) -> bool:
@@ -75,19 +76,21 @@ def _fail_alone(journal: Journal, error: BaseException) -> bool:
 
     Returns whether this rank was the first, as far as it can know.
     """
-    error, world = shortage(error) or error, journal.world
+    error, segment = shortage(error) or error, journal.segment
+    world, run = segment.world, segment.run
     journal.end_alone()
     place = f"rank {world.rank} on {world.host}, step {world.trace.step}"
     reason = f"{place}: {type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, BadSampleError) else 1
-    facts = {"status": "failed", "exit_code": exit_code, "reason": reason, "recipe": journal.name}
+    recipe_name = segment.fit.name
+    facts = {"status": "failed", "exit_code": exit_code, "reason": reason, "recipe": recipe_name}
     with suppress(OSError):  # a full disk, say: the error itself must still be printed
-        return journal.run is None or run_folder.write_first_summary(journal.run, facts)
+        return run is None or run_folder.write_first_summary(run, facts)
     return True
 
 
 def _with_last_lines(error: E, journal: Journal) -> E:
     """Append the run's folder and the command that resumes it to the message of `error`."""
-    if journal.run is not None:
-        annotate(error, last_lines(journal.run))
+    if journal.segment.run is not None:
+        annotate(error, last_lines(journal.segment.run))
     return error

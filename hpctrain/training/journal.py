@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,14 @@ from hpctrain.core import progress
 from hpctrain.core.errors import SaveError
 from hpctrain.core.metrics import idle
 from hpctrain.core.run_files.writer import RunFiles
-from hpctrain.data import Sampler
-from hpctrain.engines import Engine, staleness
+from hpctrain.engines import staleness
 from hpctrain.engines.engine import sum_over
 from hpctrain.engines.staleness import Staleness
 from hpctrain.nn import Sums, losses
-from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
-from hpctrain.parallel.mesh import Mesh
+from hpctrain.optim.optimizer import rate_at, rate_curve
 from hpctrain.training import run_facts
 from hpctrain.training.counters import OpenRow, RunTimes, SkipCounter
-from hpctrain.training.recipe import Recipe
-from hpctrain.training.run_options import TraceOptions
+from hpctrain.training.fit import FitSegment
 from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
@@ -34,35 +31,24 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The record of a run; `run` is its folder, None to keep nothing."""
+    """The record of a run."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        engine: Engine,
-        sampler: Sampler,
-        total_steps: int,
-        run: Path | None,
-        recipe: Recipe | None,
-        rate: float | Schedule | None = None,
-        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
-        recoveries: Recoveries | None = None,
-        earlier_times: RunTimes | None = None,
-    ):
+    def __init__(self, segment: FitSegment, recoveries: Recoveries, earlier_times: RunTimes | None):
         """`recoveries`, `earlier_times`: of this call of fit before a loss of ranks."""
-        self.mesh, self.engine, self.sampler = mesh, engine, sampler
-        world = self.world = mesh.everyone
-        self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
-        self.name = recipe.run.name if recipe else "training"
-        self.recoveries = recoveries or Recoveries()
+        world, engine, run = segment.world, segment.engine, segment.run
+        self.segment, self._world, self._engine = segment, world, engine
+        self._sampler, self._recoveries = segment.sampler, recoveries
+        recipe = self._recipe = segment.fit.origin.recipe
         self.times = RunTimes(engine, earlier_times)
-        self.steps_redone = 0
+        self._steps_redone = 0
         self._versions = versions()  # now, since a recovery waits for `about_here`
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
-        self._stragglers = Stragglers(mesh, engine, recipe.faults.slow_rank if recipe else None)
+        self._stragglers = Stragglers(
+            segment.mesh, engine, recipe.faults.slow_rank if recipe else None
+        )
         self.files = RunFiles(None if world.rank else run)
-        self._timeline = Timeline(world, run, trace)
+        self._timeline = Timeline(world, run, segment.fit.trace)
         self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
         self._last_row: dict[str, Any] = {}  # the latest row
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
@@ -70,46 +56,45 @@ class Journal:
         self._test_metrics = losses.evaluate(self._loss, {}, "test_")
         self.open_row = OpenRow()  #: not due yet
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
-        self.suspicious: list[str] = []  #: of the results; see suspicions.py
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
         """Go on after `step`: drop the rows of later steps, return the earlier rows; collective."""
-        if about.get("batch") not in (None, self.sampler.batch):
-            log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
+        if about.get("batch") not in (None, self._sampler.batch):
+            log.warning("batch was %s before, now %s", about["batch"], self._sampler.batch)
         if about.get("staleness"):
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        with_sums = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
+        with_sums = self.segment.mesh.data.rank == 0 or self._engine.shares_sums  # of all workers
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
-        rows_json, *_ = self.world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
-        rows, summary, self.steps_redone = json.loads(rows_json)
+        rows_json, *_ = self._world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
+        rows, summary, self._steps_redone = json.loads(rows_json)
         is_done = summary and (summary["status"], summary.get("steps")) == ("done", step)
         self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
             self.open_row.close(step)
         # A run that was complete makes no new row: its summary is from the last one.
         self._last_row = rows[-1] if rows else {}
-        self.open_row.since_s = (self._last_row.get("wall_s") or 0.0) * self.recoveries.has_begun
+        self.open_row.since_s = (self._last_row.get("wall_s") or 0.0) * self._recoveries.has_begun
         self._test_metrics = {key: self._last_row.get(key) for key in self._test_metrics}
         return rows
 
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
-        is_first, elapsed_s = not self.recoveries.has_begun, self.recoveries.begin(step)
+        is_first, elapsed_s = not self._recoveries.has_begun, self._recoveries.begin(step)
         if is_first:
-            recipe_text = self.recipe.toml() if self.recipe else None
-            self.world.on_all_ranks(lambda: self.files.begin(recipe_text))
+            recipe_text = self._recipe.toml() if self._recipe else None
+            self._world.on_all_ranks(lambda: self.files.begin(recipe_text))
         self._timeline.begin()
-        if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
-            self._bar = progress.open_bar(self.name, step, self.total_steps)
+        if self._world.rank == 0 and log.isEnabledFor(logging.INFO):
+            self._bar = progress.open_bar(self.segment.fit.name, step, self.segment.total_steps)
         self.times.begin(elapsed_s)
         self.skips.begin()
 
     def step(self, step: int, sums: Sums) -> None:
         """Add this rank's share of a step that is done."""
         self.open_row.add(sums)
-        self.recoveries.count_step(step)
+        self._recoveries.count_step(step)
         wall_s = self.times.wall_s
         if self._bar is not None and self._bar.is_due(wall_s) and self.open_row.sums:
             loss = self.open_row.sums["loss"].mean or 0.0
@@ -127,21 +112,22 @@ class Journal:
         if step == since_step:
             return None
         sums, rank_facts = self._sum_over_ranks()
-        wall_s = float(rank_facts["wall_s"][self.world.rank])
+        wall_s = float(rank_facts["wall_s"][self._world.rank])
         samples = self._trained_samples(step) - max(self._trained_samples(since_step), 0)
+        rate = self.segment.fit.rate
         self._test_metrics = losses.evaluate(self._loss, tested or {}, "test_")
         self._last_row = {
             "step": step,
             "steps": step - since_step,
-            "total_steps": self.total_steps,
-            "since_step": self.recoveries.since_step,  # start of the clocks, also of a resumed run
+            "total_steps": self.segment.total_steps,
+            "since_step": self._recoveries.since_step,  # start of the clocks, also of a resumed run
             "epoch": self._epoch(step),
-            "samples": self.sampler.samples_before(step),
+            "samples": self._sampler.samples_before(step),
             **losses.evaluate(self._loss, sums, "train_"),
             **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
-            "rate": None if self.rate is None else rate_at(self.rate, self._updates_before(step)),
-            "rates": rate_curve(self.rate, since_step + 1, step, self._updates_before),
+            "rate": None if rate is None else rate_at(rate, self._updates_before(step)),
+            "rates": rate_curve(rate, since_step + 1, step, self._updates_before),
             "samples_per_s": samples / max(wall_s - since_s, 1e-9),
             "wall_s": wall_s,
             **self.times.of_engine(),
@@ -150,15 +136,15 @@ class Journal:
             "dropped_gradients": self.skips.dropped_gradients(rank_facts, self._staleness),
             "idle_fraction": idle(rank_facts),
             **({"interrupted": True} if interrupted else {}),
-            **({"lost_ranks": ranks_lost} if (ranks_lost := self.recoveries.row_ranks) else {}),
+            **({"lost_ranks": ranks_lost} if (ranks_lost := self._recoveries.row_ranks) else {}),
         }
-        self.recoveries.row_ranks = []
+        self._recoveries.row_ranks = []
         self.open_row.close(step, wall_s)
         self._stragglers.row(rank_facts)
-        if self.world.rank == 0:
+        if self._world.rank == 0:
             self.files.add(self._last_row)
             if self._bar is None:
-                log.info(progress.line(self._last_row, self.total_steps))
+                log.info(progress.line(self._last_row, self.segment.total_steps))
         return self._last_row
 
     def about_now(self, step: int) -> dict[str, Any]:
@@ -173,50 +159,53 @@ class Journal:
         return {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last_row])]}
 
     def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
-        epoch, index = self.sampler.locate_step(step)
+        epoch, index = self._sampler.locate_step(step)
         return {
             "step": step,
             "epoch": epoch,
             "sample_index": index,
             "open_row": self.open_row.to_json(step, sums),
-            "world_size": self.world.size,
-            "batch": self.sampler.batch,
-            "seed": self.sampler.seed,
+            "world_size": self._world.size,
+            "batch": self._sampler.batch,
+            "seed": self._sampler.seed,
             "versions": self._versions,
-            "updates_per_step": self.engine.updates_per_step,
+            "updates_per_step": self._engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),
-            "steps_redone": self.steps_redone,
+            "steps_redone": self._steps_redone,
             "intervals": self.intervals,
             "rows_due": self.files.pending,
             **self.skips.state(ranks),
-            "recipe": self.name,
-            "recipe_sha256": self.recipe and self.recipe.sha256,
+            "recipe": self.segment.fit.name,
+            "recipe_sha256": self._recipe and self._recipe.sha256,
         }
 
-    def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
+    def finish(
+        self, status: str, exit_code: int, reason: str | None, suspicious: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Write pending rows and the summary, show the closing table, return the summary.
 
-        Collective. Raises SaveError if a run that is done cannot be written.
+        Collective. `suspicious`: sentences about the results, see suspicions.py. Raises SaveError
+        if a run that is done cannot be written.
         """
-        self.recoveries.end_loss()
-        summary = self._make_summary(status, exit_code, reason)
+        self._recoveries.end_loss()
+        summary = self._make_summary(status, exit_code, reason, suspicious)
         if (
             self._done_summary
             and status == "done"
-            and self.open_row.since_step == self.recoveries.since_step
+            and self.open_row.since_step == self._recoveries.since_step
         ):
             summary = self._done_summary  # nothing was done: what was measured stands
         self.close_bar()
         self._timeline.end()  # summary.json is the last of all files
-        fault = self.world.gather(self.files.end(summary))[0]
+        fault = self._world.gather(self.files.end(summary))[0]
         if fault and status == "done":
             raise SaveError(fault)
-        if fault and self.world.rank == 0:
+        if fault and self._world.rank == 0:
             log.warning("%s", fault)
-        if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
-            is_text = self.recipe is not None and isinstance(self.recipe.data, data.TextOptions)
+        if self._world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
+            is_text = self._recipe is not None and isinstance(self._recipe.data, data.TextOptions)
             progress.console().print(progress.closing_table(summary, is_text))
-            log.info("results: %s", self.run or "not kept, as no folder was given")
+            log.info("results: %s", self.segment.run or "not kept, as no folder was given")
         return summary
 
     def close_bar(self) -> None:
@@ -229,24 +218,26 @@ class Journal:
         self.close_bar()
         self._timeline.end_alone()
 
-    def _make_summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
-        world, engine, step = self.world, self.engine, self.open_row.since_step
+    def _make_summary(
+        self, status: str, exit_code: int, reason: str | None, suspicious: Sequence[str]
+    ) -> dict[str, Any]:
+        world, engine, step = self._world, self._engine, self.open_row.since_step
         _, rank_facts = self._sum_over_ranks()
         wall_s = float(rank_facts["wall_s"][world.rank])
         return {
             "status": status,
             "exit_code": exit_code,
             "reason": reason,
-            "recipe": self.name,
+            "recipe": self.segment.fit.name,
             **run_facts.of_run(world, engine),
-            "mesh": run_facts.of_mesh(self.mesh, engine),
-            "epochs": step / self.sampler.steps_per_epoch,
+            "mesh": run_facts.of_mesh(self.segment.mesh, engine),
+            "epochs": step / self._sampler.steps_per_epoch,
             "steps": step,
-            "since_step": self.recoveries.since_step,  # start of the clocks of a resumed run
-            "steps_redone": self.steps_redone,
-            **self.recoveries.summary(wall_s),
+            "since_step": self._recoveries.since_step,  # start of the clocks of a resumed run
+            "steps_redone": self._steps_redone,
+            **self._recoveries.summary(wall_s),
             "skipped_steps": self.skips.skipped_steps,
-            "samples": self.sampler.samples_before(step),
+            "samples": self._sampler.samples_before(step),
             "samples_per_s": self._trained_samples(step) / max(wall_s, 1e-9),
             "wall_s": wall_s,
             **{name: float(rank_facts[name].mean()) for name in self.times.of_engine()},
@@ -258,8 +249,8 @@ class Journal:
             "idle_fraction": idle(rank_facts),
             "straggler_scores": self._stragglers.scores(rank_facts),
             "params_sha256": run_facts.trained_sha256(world, engine),
-            "seed": self.sampler.seed,
-            "suspicious": self.suspicious,
+            "seed": self._sampler.seed,
+            "suspicious": [*suspicious],
         }
 
     def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:
@@ -271,28 +262,28 @@ class Journal:
             **self.skips.rank_counts(),
             **self._stragglers.rank_facts(),
         }
-        table = np.zeros((len(own_facts), self.world.size))
-        table[:, self.world.rank] = list(own_facts.values())
-        with self.world.trace.span("sum for a row", "other"):
+        table = np.zeros((len(own_facts), self._world.size))
+        table[:, self._world.rank] = list(own_facts.values())
+        with self._world.trace.span("sum for a row", "other"):
             own_sums = losses.pack(self.open_row.sums, self._loss.terms)
-            sums = own_sums if self.engine.shares_sums else self.engine.sum(own_sums)
-            ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
+            sums = own_sums if self._engine.shares_sums else self._engine.sum(own_sums)
+            ranks = sum_over(self._world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 
     @property
     def _staleness(self) -> Staleness | None:
         """The counts since the first step, including the steps before the run was resumed."""
-        since_resume, earlier = self.engine.staleness, self._earlier_staleness
+        since_resume, earlier = self._engine.staleness, self._earlier_staleness
         return since_resume.merge(earlier) if since_resume and earlier else since_resume or earlier
 
     def _updates_before(self, step: int) -> int:
         """Return the number of updates before the 1-based step `step` updates."""
-        return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
+        return int(max(step - 1 - self.skips.skipped_steps, 0) * self._engine.updates_per_step)
 
     def _epoch(self, step: int) -> int:
-        return -(-step // self.sampler.steps_per_epoch)
+        return -(-step // self._sampler.steps_per_epoch)
 
     def _trained_samples(self, step: int) -> int:
-        return self.sampler.samples_before(step) - self.sampler.samples_before(
-            self.recoveries.since_step
+        return self._sampler.samples_before(step) - self._sampler.samples_before(
+            self._recoveries.since_step
         )

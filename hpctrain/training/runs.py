@@ -28,7 +28,7 @@ from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
 from hpctrain.training import loading, recipe, weights
 from hpctrain.training.callbacks import FirstRank
-from hpctrain.training.fit_call import RunOrigin
+from hpctrain.training.fit import RunOrigin
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.trained_model import TrainedModel
 from hpctrain.training.trainer import Trainer

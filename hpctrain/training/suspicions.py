@@ -12,26 +12,22 @@ from hpctrain.collectives.tree import broadcast_first
 from hpctrain.data import Dataset, Samples, unwrap
 from hpctrain.data.scaling import ScaledSamples
 from hpctrain.data.stored import StoredSamples
-from hpctrain.engines import Engine
-from hpctrain.parallel.mesh import Mesh
 from hpctrain.training.callbacks import Row
+from hpctrain.training.fit import FitSegment
 
 SAMPLES = 64  #: of the test set whose outputs are compared
 SAME = 1e-6  #: outputs differ by less, relative to the largest
 LARGE = 30.0  #: samples beyond are seldom learned without a scale
 
 
-def find_suspicions(
-    mesh: Mesh, engine: Engine, replica: Any, test: Samples | None, first_row: Row, row: Row
-) -> list[str]:
+def find_suspicions(segment: FitSegment, first_row: Row, row: Row) -> list[str]:
     """Return sentences about the last `row` of metrics if it seems wrong; collective.
 
-    `replica`: the replica of the engine, without the faults that slow it. Suspicious are a training
-    loss above the first row's, an accuracy not above the share of the most frequent class, an r2 of
-    0 or less, and then the same outputs for different samples.
+    Suspicious are a training loss above the first row's, an accuracy not above the share of the
+    most frequent class, an r2 of 0 or less, and then the same outputs for different samples.
     """
-    texts = list[str]()
-    if engine.worker == 0:
+    texts, test, mesh = list[str](), segment.test, segment.mesh
+    if segment.engine.worker == 0:
         first_loss, last_loss = first_row.get("train_loss"), row.get("train_loss")
         if first_loss is not None and last_loss is not None and last_loss > first_loss:
             texts += [
@@ -39,7 +35,7 @@ def find_suspicions(
             ]
         texts += _test_texts(test, row)
         if texts and test is not None and mesh.pipe is mesh.everyone:
-            texts += _output_texts(replica, test)
+            texts += _output_texts(segment.replica, test)
     payload = json.dumps(texts).encode() if texts else None
     first = broadcast_first(mesh.everyone.link, payload, limit=1)
     return next(map(json.loads, first.values()), [])

@@ -1,10 +1,9 @@
-"""The plan of a call of fit, and a worker's tasks by that plan, read ahead."""
+"""A worker's tasks in a call of fit, read ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -12,30 +11,11 @@ import numpy as np
 
 from hpctrain import nn
 from hpctrain.core.signals import StopRequest
-from hpctrain.data import Prefetch, Sampler, Samples, share
-from hpctrain.engines import Engine, Flags, Task
+from hpctrain.data import Prefetch, share
+from hpctrain.engines import Flags, Task
 from hpctrain.gradients.replica import Batch
+from hpctrain.training.fit import FitSegment
 from hpctrain.training.journal import Journal
-from hpctrain.training.run_options import CheckpointOptions
-from hpctrain.world import World
-
-
-@dataclass(frozen=True)
-class FitPlan:
-    """The plan of a call of fit: the samples, and the periods in steps."""
-
-    train: Samples
-    test: Samples | None
-    sampler: Sampler
-    targets: int  #: per sample
-    blocks: int  #: parts of a batch; see hpctrain.engines.blocks_of
-    interval: int  #: steps per row of metrics
-    evaluate_every: int  #: steps; the model is also evaluated at the end
-    prefetch: int
-    timeout_s: float
-    checkpoints: CheckpointOptions
-    max_skipped: int  #: steps in a row that may be skipped, since a gradient is not finite; 0: none
-    about: dict[str, Any]  #: facts of the model for checkpoints
 
 
 class _Place(NamedTuple):
@@ -58,14 +38,13 @@ class _Share(NamedTuple):
 class Tasks(AbstractContextManager["Tasks"]):
     """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
 
-    def __init__(
-        self, world: World, engine: Engine, plan: FitPlan, journal: Journal, request: StopRequest
-    ):
-        self._world, self._engine, self._plan = world, engine, plan
-        self._journal, self._request = journal, request
+    def __init__(self, segment: FitSegment, journal: Journal, request: StopRequest):
+        self._segment, self._journal, self._request = segment, journal, request
+        self._fit, self._world, self._engine = segment.fit, segment.world, segment.engine
+        self._sampler, self._targets = segment.sampler, segment.replica.model.targets
         self._shares: Prefetch[_Share] | None = None
         self._stream: Any = None  # the rows of this worker's shares, if the data set streams them
-        self.max_drops = plan.max_skipped
+        self.max_drops = self._fit.options.skip_limit
 
     def __exit__(self, *_: object) -> None:
         """Read no more."""
@@ -79,20 +58,19 @@ class Tasks(AbstractContextManager["Tasks"]):
         self.at(step)
         if self._shares is None:
             # Data sets with a method `stream` read ahead by themselves, as with worker processes.
-            stream = getattr(self._plan.train, "stream", None)
+            stream = getattr(self._fit.train, "stream", None)
             self._stream = stream and stream(
                 self._locate_share(s)[:2] for s in self._steps_from(step)
             )
-            self._shares = Prefetch(
-                self._read_share, self._steps_from(step), self._plan.prefetch, self._plan.timeout_s
-            )
+            steps, timeout_s = self._steps_from(step), self._fit.options.timeout_s
+            self._shares = Prefetch(self._read_share, steps, self._segment.prefetch, timeout_s)
         with self._world.trace.span("wait for data", "other"):
             while (share := self._shares.next()).step < step:
                 pass  # a step that the other workers took without this one
         place = share.place
         samples = share.batch.n if self._engine.asynchronous else place.samples
-        scale = 1.0 / max(samples * self._plan.targets, 1)
-        key = nn.Key(self._plan.sampler.seed, step, place.first, samples=place.samples)
+        scale = 1.0 / max(samples * self._targets, 1)
+        key = nn.Key(self._sampler.seed, step, place.first, samples=place.samples)
         return Task(share.batch, scale, key)
 
     def record(self, step: int, sums: nn.Sums) -> None:
@@ -112,23 +90,23 @@ class Tasks(AbstractContextManager["Tasks"]):
     def _steps_from(self, first: int) -> Iterable[int]:
         # A worker that is faster than the others computes more than its part of all steps.
         return (
-            count(first) if self._engine.asynchronous else range(first, self._journal.total_steps)
+            count(first) if self._engine.asynchronous else range(first, self._segment.total_steps)
         )
 
     def _read_share(self, step: int) -> _Share:
         """Return this worker's share of a step; called by the thread that reads ahead."""
         place = self._locate_share(step)
         if self._stream is None:
-            rows = self._plan.train.rows(place.indexes, place.epoch)
+            rows = self._fit.train.rows(place.indexes, place.epoch)
         else:
             rows = next(self._stream)
         return _Share(step, place, Batch.of(*rows))
 
     def _locate_share(self, step: int) -> _Place:
         """Return the place of this worker's share of a step."""
-        sampler, engine = self._plan.sampler, self._engine
+        sampler, engine = self._sampler, self._engine
         assert engine.worker is not None  # a server has no tasks
         indexes = sampler.batch_indexes(step)
-        first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
+        first, own_indexes = share(indexes, engine.worker, engine.workers, self._segment.blocks)
         epoch, _ = sampler.locate_step(step)
         return _Place(epoch, own_indexes, first, len(indexes))

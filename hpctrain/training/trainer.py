@@ -18,7 +18,7 @@ from hpctrain.core.names import counted
 from hpctrain.core.run_files.last_lines import last_lines
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Samples
+from hpctrain.data import Sampler, Samples, order_of
 from hpctrain.engines import Engine
 from hpctrain.gradients.precision import Precision, choose_precision
 from hpctrain.gradients.replica import Replica, TrainableModel
@@ -29,7 +29,8 @@ from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica
-from hpctrain.training.fit_call import FitCall, RunOrigin
+from hpctrain.training.fit import Fit, FitSegment, RunOrigin
+from hpctrain.training.fit_call import run_segment
 from hpctrain.training.loop import evaluate
 from hpctrain.training.run_options import (
     CheckpointOptions,
@@ -170,22 +171,59 @@ class Trainer:
         finite = options.not_finite != "skip"
         train = as_samples(train, "fit", finite)
         test = None if evaluate is None else as_samples(evaluate, "evaluate", finite)
-        if (epochs is None) == (steps is None):
-            raise UsageError("fit needs exactly one of epochs and steps")
-        options.check()
-        fit_call = FitCall(
-            train, test, epochs, steps, batch, micro_batches, resume, replay, options, checkpoints,
-            trace, origin,
-        )  # fmt: skip
+        fit = Fit(
+            train=train,
+            test=test,
+            epochs=epochs,
+            steps=steps,
+            batch=batch,
+            micro_batches=micro_batches,
+            resume=resume,
+            replay=replay,
+            options=options,
+            checkpoints=checkpoints,
+            trace=trace,
+            origin=origin,
+            seed=self.seed,
+            rate=self.rate,
+            callbacks=self.callbacks,
+        )
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as signals:
             stop_request = StopRequest(partial(self._last_words, survival))
             catch_signals = cache(partial(signals.enter_context, stop_request))
-            part = partial(fit_call.run_part, self, catch_signals)
             if self.world.is_spare:
                 catch_signals()  # a signal to stop the job must not end it
-            self.summary = survival.train(self._rebuild, part)
+            self.summary = survival.train(
+                self._rebuild,
+                lambda survival: run_segment(
+                    self._make_segment(fit, survival.run), survival, catch_signals
+                ),
+            )
         return self.summary
+
+    def _make_segment(self, fit: Fit, run: str | None) -> FitSegment:
+        """Return a segment of a call of fit on the ranks that are there; collective.
+
+        Raises UsageError on all ranks if the batches do not fit the ranks.
+        """
+        test = None if fit.test is None else orders.select(self.world, fit.test, fit.seed)
+
+        def make_sampler() -> Sampler:
+            ranks, samples = self.mesh.data.size, len(order_of(fit.train) or fit.train)
+            engines.must_fit(self.engine_options, ranks, fit.batch, samples)
+            return Sampler.of(fit.train, fit.batch, fit.seed)
+
+        return FitSegment(
+            fit=fit,
+            test=test,
+            sampler=self.world.on_all_ranks(make_sampler),
+            mesh=self.mesh,
+            replica=self.replica,
+            engine=self.engine,
+            blocks=self.blocks,
+            run=None if run is None else Path(run),
+        )
 
     def _last_words(self, survival: Survival) -> str:
         """Return the last message of a run interrupted at once; only rank 0 has one."""
@@ -213,8 +251,9 @@ class Trainer:
         Each rank computes its share; all ranks get the same means over the whole set.
         """
         samples = orders.select(self.world, as_samples(samples, "evaluate"), self.seed)
-        self.world.on_all_ranks(lambda: self.check_sets(evaluated=samples))
-        with centered_loss(self.replica.model, samples):
+        model, loss = self.replica.model, self.replica.loss
+        self.world.on_all_ranks(lambda: check_sets(model, loss, evaluated=samples))
+        with centered_loss(model, samples):
             sums = evaluate(self.engine, samples, self.blocks)
         return nn.losses.evaluate(self.replica.loss, sums)
 
@@ -245,7 +284,3 @@ class Trainer:
         self.world.must_agree(
             self.world.on_all_ranks(load), f"the SHA-256 of the weights at {path}"
         )
-
-    def check_sets(self, **sets: Samples | None) -> None:
-        """Raise UsageError for samples or targets that the model or its loss does not accept."""
-        check_sets(self.replica.model, self.replica.loss, **sets)

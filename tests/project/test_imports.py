@@ -18,7 +18,6 @@ CIRCLES = {
     "nn": {"model", "part"},
     "torch": {"autoload", "process_group", "rendezvous"},
     "torch.modules": {"model", "replica"},
-    "training": {"fit_call", "trainer"},
     "transport": {
         "mpi.fault_tolerance", "mpi.link", "mpi.native", "shared_memory.cuda_ipc",
         "shared_memory.host", "threads.link", "threads.native", "threads.requests",

@@ -18,7 +18,7 @@ from hpctrain.core.run_files import run_folder
 from hpctrain.data import Dataset, read
 from hpctrain.data.scaling import BLOCKS, Scale, block_moments, scale_from
 from hpctrain.training import loading, recipe, runs
-from hpctrain.training.fit_call import RunOrigin
+from hpctrain.training.fit import RunOrigin
 
 RNG = np.random.default_rng(0)
 N = 150
