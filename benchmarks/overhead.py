@@ -76,7 +76,7 @@ def over_buckets(world: World, rounds: int) -> list[dict]:
         size = layer_bytes * LAYERS // count
         engine_options = AllReduce(algorithm="null", bucket_bytes=size)
         engine = AllReduceEngine(world, make_replica(widths), optim.sgd(1e-6), engine_options)
-        assert len(engine._reducer._slices) == count
+        assert len(engine._reducer.sums) == count
         steps[str(count)] = make_step(engine, make_batch(32, WIDTH, WIDTH))
     return make_rows("buckets", time_interleaved(world.link, steps, rounds))
 

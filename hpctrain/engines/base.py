@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.small_messages import equal_rows
 from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.xp import to_host
-from hpctrain.engines.engine import Flags, Task, Times, sum_over
+from hpctrain.engines.engine import Commit, Flags, Task, Times, sum_over
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.finite import GradientCheck
@@ -33,8 +32,7 @@ class EngineDefaults:
     updates_per_step = 1.0
     recorder: Recorder | None = None
     staleness: Staleness | None = None
-    committed_step: int | None = None
-    shares_sums = False
+    commit = Commit()
 
 
 class EngineBase(EngineDefaults):
@@ -70,10 +68,6 @@ class EngineBase(EngineDefaults):
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
         return sum_over(self._group, numbers)
-
-    def whole_state(self) -> list[Piece]:
-        """Return all pieces of the state of `committed_step`; none without such a step."""
-        return []
 
     def settle(self) -> None:
         """Share the buffers; after `train` the arena holds the parameters to evaluate and save."""

@@ -5,7 +5,7 @@ The trainer knows no regime, and an engine knows no recipe, file or progress bar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,13 +16,15 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group, all_gather_bytes
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.core.errors import LostRankError
 from hpctrain.engines.replay import Recorder
-from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.saved_state import SavedState, pieces_of
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
+from hpctrain.optim.optimizer import State
 from hpctrain.transport.link import Link
 from hpctrain.watch.trace import Trace
 
@@ -101,6 +103,62 @@ class Work(Protocol):
         """Return the flags of this rank now."""
 
 
+class Commit:
+    """Steps of ranks that each hold a part of the state, or that may be half done."""
+
+    #: The step of the whole state that this rank holds, whenever another rank is lost; None if it
+    #: holds a part, or if a step may be half done: then the state is copied between steps.
+    step: int | None = None
+    shares_sums = False  #: whether all ranks record the same sums, over all workers
+
+    def begin(self) -> None:
+        """Begin a step; raise the LostRankError of a rank lost after the last commit."""
+
+    def agree(self, step: int, failed: bool) -> None:
+        """Agree with the other ranks that all have the sums of step `step`; collective."""
+
+    def release(self, release: Callable[[], None]) -> None:
+        """Call `release`, which waits until all ranks have read the sums."""
+        release()
+
+    def pieces(self) -> list[Piece]:
+        """Return all pieces of the state of `step`; none without such a step."""
+        return []
+
+
+class AgreedCommit(Commit):
+    """Steps of ranks that each hold the whole state, and change it once per step."""
+
+    shares_sums = True
+
+    def __init__(self, link: Link, arena: Arena, state: State):
+        """`state`: the optimizer's, of all parameters."""
+        self._link, self._arena, self._state = link, arena, state
+        self._lost_rank: LostRankError | None = None
+
+    def begin(self) -> None:
+        """Raise the LostRankError of a rank lost after the last commit."""
+        if self._lost_rank is not None:
+            raise self._lost_rank
+
+    def agree(self, step: int, failed: bool) -> None:
+        """Agree on the sums of step `step`; unless it has `failed`, the step is committed."""
+        self._link.agree()  # all ranks that are left have the sums, or none updates
+        if not failed:
+            self.step = step + 1
+
+    def release(self, release: Callable[[], None]) -> None:
+        """Call `release`; a rank lost meanwhile is reported in the next step."""
+        try:
+            release()
+        except LostRankError as error:
+            self._lost_rank = error  # the step is committed; others may still read the sums
+
+    def pieces(self) -> list[Piece]:
+        """Return all pieces of the state of `step`."""
+        return pieces_of(self._arena, self._state, 0, 1)
+
+
 class Engine(Protocol):
     """A rank's part in a training regime."""
 
@@ -117,10 +175,7 @@ class Engine(Protocol):
     bytes_sent: int
     staleness: Staleness | None  #: set on all ranks by `train`; None if no gradient can be stale
     check: GradientCheck  #: the check of this rank's gradients
-    #: The step of the whole state that this rank holds, whenever another rank is lost; None if it
-    #: holds a part, or if a step may be half done: then the state is copied between steps.
-    committed_step: int | None
-    shares_sums: bool  #: whether all ranks record the same sums, over all workers
+    commit: Commit  #: of this rank's steps
     optimizer_state: Mapping[str, Any] | None  #: of this rank; None if servers keep the state
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
@@ -140,9 +195,6 @@ class Engine(Protocol):
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces; together the ranks' pieces cover the state once."""
-
-    def whole_state(self) -> list[Piece]:
-        """Return all pieces of the state of `committed_step`."""
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part of the state; it has arrived when all ranks have fetched.

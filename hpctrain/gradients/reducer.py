@@ -12,7 +12,7 @@ or MPI does not allow a second one, `wait` reduces the buckets in the calling th
 An all-reduce may return the sum in another array, in the memory of a neighbour. Then `wait` returns
 the neighbour's plane, and `release` lets the neighbour write there again.
 
-The thread reduces buckets in the order of `send_order.py`.
+The thread sums buckets as they become ready, or in another order that all ranks share.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket, BucketProgress
 from hpctrain.gradients.compress import CompressionOptions
-from hpctrain.gradients.send_order import SendOrder, first_needed, first_ready
 from hpctrain.tuning.select import algorithm_name, bind, resolve_auto
 from hpctrain.watch.trace import Trace
 
@@ -45,6 +44,16 @@ JOIN_TIMEOUT_S = 10.0
 ALIVE_S = 2.0  # between two checks that the communication thread lives
 #: An all-reduce; it returns the array with the sum, or None if that is the array of the call.
 SumFunction = Callable[[Group, np.ndarray, Operation], np.ndarray | None]
+#: Yields the number of each bucket to sum next, from a queue of ready buckets that ends with None;
+#: collective over the group. The last argument is the number of buckets of a step.
+SendOrder = Callable[["SimpleQueue[int | None]", Group, int], Iterator[int]]
+
+
+def first_ready(
+    ready_queue: SimpleQueue[int | None], group: Group, bucket_count: int
+) -> Iterator[int]:
+    """Return the buckets in the order in which they become ready, which all ranks share."""
+    return iter(ready_queue.get, None)
 
 
 def _check_bucket_bytes(value: Any) -> Any:
@@ -80,11 +89,6 @@ class WireOptions(ReductionOptions, CompressionOptions):
                 "[wire] priority: expected overlap = 'auto' or 'always' beside it, seen 'never': "
                 "it orders buckets that are sent during backward"
             )
-
-    @property
-    def send_order(self) -> SendOrder:
-        """The order in which the communication thread reduces buckets."""
-        return first_needed if self.priority else first_ready
 
     def must_have_defaults(
         self, engine: str, keys: Collection[str] = ALLREDUCE_ONLY_DEFAULTS.keys()

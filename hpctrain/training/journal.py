@@ -65,7 +65,7 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        with_sums = self.segment.mesh.data.rank == 0 or self._engine.shares_sums  # of all workers
+        with_sums = self.segment.mesh.data.rank == 0 or self._engine.commit.shares_sums  # of all workers
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
         rows_json, *_ = self._world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
         rows, summary, self._steps_redone = json.loads(rows_json)
@@ -266,7 +266,7 @@ class Journal:
         table[:, self._world.rank] = list(own_facts.values())
         with self._world.trace.span("sum for a row", "other"):
             own_sums = losses.pack(self.open_row.sums, self._loss.terms)
-            sums = own_sums if self._engine.shares_sums else self._engine.sum(own_sums)
+            sums = own_sums if self._engine.commit.shares_sums else self._engine.sum(own_sums)
             ranks = sum_over(self._world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 

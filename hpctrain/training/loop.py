@@ -175,15 +175,15 @@ class Loop:
     @property
     def _makes_copies(self) -> bool:
         """Whether a rank's part of the state would be lost with it."""
-        return self._world.survives and not self._engine.shares_sums and self._world.size > 1
+        return self._world.survives and not self._engine.commit.shares_sums and self._world.size > 1
 
     def _keep_state(self) -> None:
         """Note the state, or copy it to other ranks: after a rank loss training resumes here.
 
         Collective.
         """
-        if self._engine.shares_sums:
-            self._engine.committed_step = self.step
+        if self._engine.commit.shares_sums:
+            self._engine.commit.step = self.step
         if self._makes_copies:
             self._engine.settle()
             self._survival.copy(self.step, self._journal, self.checkpointer)

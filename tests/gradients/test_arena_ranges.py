@@ -207,7 +207,7 @@ def test_shards_of_a_stage_make_the_bytes_of_one_arena(cut, method, ranks):
 
 
 def sharded_update(link, arena, optimizer) -> ShardedUpdate:
-    return ShardedUpdate(Group(link), arena, optimizer, None, Times(), Trace())
+    return ShardedUpdate(Group(link), arena, optimizer, None, partial(Times().wait, Trace()))
 
 
 def test_hashes_of_stages_make_the_hash_of_one_arena():

@@ -13,11 +13,11 @@ from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.ring import ring
 from hpctrain.core.errors import HpctrainError
+from hpctrain.engines.synchronous.overlap import first_needed
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import reducer as reducing
 from hpctrain.gradients.buckets import cut_buckets
-from hpctrain.gradients.reducer import Reducer
-from hpctrain.gradients.send_order import first_needed, first_ready
+from hpctrain.gradients.reducer import Reducer, first_ready
 
 SHAPES = dict.fromkeys("abcdef", (100,))
 

@@ -20,7 +20,7 @@ import hpctrain as ht
 from hpctrain.core.errors import RankKilled, RecoveryError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.engines import replay
-from hpctrain.engines.synchronous.allreduce import AllReduceEngine
+from hpctrain.engines.engine import AgreedCommit
 from hpctrain.parallel import MeshOptions
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.loop import Loop
@@ -240,13 +240,13 @@ def test_a_state_without_a_copy_ends_the_job(monkeypatch, moment):
 
 def test_a_state_that_lacks_an_array_is_noticed(monkeypatch, moment, undisturbed):
     """Planted: survivors forget the moments of the optimizer."""
-    whole_state = AllReduceEngine.whole_state
+    pieces_of = AgreedCommit.pieces
 
-    def forgetful(engine: AllReduceEngine) -> list:
-        pieces = whole_state(engine)
+    def forgetful(commit: AgreedCommit) -> list:
+        pieces = pieces_of(commit)
         return [p._replace(array=p.array * (not p.name.startswith("optimizer."))) for p in pieces]
 
-    monkeypatch.setattr(AllReduceEngine, "whole_state", forgetful)
+    monkeypatch.setattr(AgreedCommit, "pieces", forgetful)
     summary = train("ordered", 3, 0, {1: moment("ordered", 3, 0.5)})[0]
     assert summary["params_sha256"] != undisturbed("ordered", 3)
 

@@ -40,6 +40,7 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import (
+    Commit,
     Flags,
     Task,
     Times,
@@ -119,7 +120,7 @@ class LocalSgdEngine(AllReduceEngine):
         self.algorithm, self._options = options.algorithm, options
         assert options.period is not None  # set by LocalSgd
         self._period: int = options.period
-        self.shares_sums = False  # workers that train apart hold states of their own
+        self.commit = Commit()  # workers that train apart hold states of their own
         self._node_group = NodeGroup(
             world, self.times, self._sums.allreduce, options.apart == "nodes"
         )

@@ -1,8 +1,8 @@
 """The ranks vote on each step: no rank changes a parameter if any gradient is not finite.
 
-    GradientVote      | backward, check | vote | sums          | update |
-    CompressedVote    | backward, check | vote | sums, check   | update |
-    SumVote           | backward        |        sums, check   | vote   | update |
+    GradientVote, exact sums        | backward, check | vote | sums          | update |
+    GradientVote, compressed sums   | backward, check | vote | sums, check   | update |
+    SumVote                         | backward        |        sums, check   | vote   | update |
 
 The checks are described in gradients/finite.py. All ranks hold the same compressed sums, so that
 they need no second vote. Without compression each rank checks a range of the sums instead of its
@@ -18,19 +18,20 @@ import numpy as np
 
 from hpctrain.collectives import Group
 from hpctrain.collectives.vote import elementwise_maximum
+from hpctrain.core.xp import on_device
 from hpctrain.engines.engine import Flags, Task
-from hpctrain.gradients.compress import Compressor
+from hpctrain.engines.synchronous.gradient_sums import FastSums
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Replica, ignore_ready
+from hpctrain.gradients.replica import ignore_ready
 from hpctrain.nn import Sums
 
 
 class GradientVote:
     """Each rank checks its own gradient; the vote precedes the sums."""
 
-    def __init__(self, replica: Replica, check: GradientCheck, group: Group):
+    def __init__(self, sums: FastSums, check: GradientCheck, group: Group):
         """Prepare the votes of `group`, which allocates their buffers; collective."""
-        self._replica, self._check, self._group = replica, check, group
+        self._sums, self._check, self._group = sums, check, group
         self.join(Flags())
 
     def join(self, flags: Flags) -> Flags:
@@ -45,7 +46,7 @@ class GradientVote:
         self, task: Task, on_ready: Callable[[str], None], flags: Flags
     ) -> tuple[Sums, Flags]:
         """Compute a gradient; return its sums, and `flags` with its failure, if it has failed."""
-        sums = self._replica.gradient(*task, on_ready)
+        sums = self._sums.replica.gradient(*task, on_ready)
         passes = self._check.passes(sums)
         return sums, flags if passes else flags.with_failure(self._group.link.rank)
 
@@ -54,38 +55,24 @@ class GradientVote:
         return self.join(flags)
 
     def after_sums(self, gradient: np.ndarray, flags: Flags) -> Flags:
-        """Return the flags of all ranks for the sums in `gradient`."""
-        return flags
+        """Return `flags`, with a failure if the sum of finite gradients is not finite."""
+        fault = self._sums.fault()
+        if not fault or flags.failed:
+            return flags
+        self._check.fault = fault
+        return flags.with_failure(self._group.link.size)
 
     def name_failing_rank(self, task: Task, flags: Flags) -> Flags:
         """Return `flags` of a failed step with the rank whose gradient is not finite."""
         return flags
 
 
-class CompressedVote(GradientVote):
-    """Each rank checks its own gradient, and the sums that all ranks hold."""
-
-    def __init__(
-        self, replica: Replica, check: GradientCheck, group: Group, compressor: Compressor
-    ):
-        super().__init__(replica, check, group)
-        self._compressor = compressor
-
-    def after_sums(self, gradient: np.ndarray, flags: Flags) -> Flags:
-        """Return `flags`, with a failure if a compressed sum of finite gradients is not finite."""
-        if self._compressor.sums_are_finite() or flags.failed:
-            return flags
-        method = f"[wire] compression = '{self._compressor.__name__}'"
-        self._check.fault = f"the sum of gradients, with {method}, is not finite"
-        return flags.with_failure(self._group.link.size)
-
-
 class SumVote(GradientVote):
     """Each rank checks a range of the sums; the vote follows them."""
 
-    def __init__(self, replica: Replica, check: GradientCheck, group: Group, own: slice):
+    def __init__(self, sums: FastSums, check: GradientCheck, group: Group, own: slice):
         """Check range `own` of the sums on this rank."""
-        super().__init__(replica, check, group)
+        super().__init__(sums, check, group)
         self._own = own
 
     def begin(self, on_ready: Callable[[str], None]) -> Callable[[str], None]:
@@ -115,3 +102,15 @@ class SumVote(GradientVote):
             return own_flags
         self._check.fault = "the sum of gradients is not finite"  # of a gradient with random state
         return flags.with_failure(self._group.link.size)
+
+
+def make_vote(
+    sums: FastSums, check: GradientCheck, group: Group, own: slice | None
+) -> GradientVote:
+    """Return the vote on each step: on sums, if all ranks wait for exact ones on the host.
+
+    `own`: range of the sums that this rank checks; None: ranks do not wait for sums. Collective.
+    """
+    if own is None or not sums.is_exact or on_device(sums.replica.arena.grad):
+        return GradientVote(sums, check, group)
+    return SumVote(sums, check, group, own)

@@ -63,6 +63,7 @@ Add = Callable[[np.ndarray], np.ndarray]
 class FastSums:
     """Sums in the order of the algorithm."""
 
+    is_exact = True  #: whether nothing of a gradient is kept back for later steps
     #: Parts of this rank's gradient that are not in the arena's plane
     parts: GradientParts | None = None
 
@@ -75,6 +76,10 @@ class FastSums:
 
     def undo(self) -> None:
         """Restore the state from before the step."""
+
+    def fault(self) -> str:
+        """Return the fault of the sums of this step that all ranks hold; empty if there is none."""
+        return ""
 
     def step_sums(self, sums: Sums, add: Add, on_all_ranks: bool) -> Sums:
         """Return this rank's `sums`, or `on_all_ranks` the sums over the ranks."""
@@ -94,6 +99,8 @@ class FastSums:
 class CompressedSums(FastSums):
     """Sums by a compressed all-reduce."""
 
+    is_exact = False
+
     def __init__(self, replica: Replica, compressor: Compressor, link: Link):
         super().__init__(replica, compressor, link)
         self.compressor = compressor
@@ -105,6 +112,13 @@ class CompressedSums(FastSums):
     def undo(self) -> None:
         """Restore the residuals from before the step."""
         self.compressor.undo()
+
+    def fault(self) -> str:
+        """Return the fault of the compressed sums, which are the same on all ranks."""
+        if self.compressor.sums_are_finite():
+            return ""
+        method = f"[wire] compression = '{self.compressor.__name__}'"
+        return f"the sum of gradients, with {method}, is not finite"
 
     def pieces(self) -> list[Piece]:
         """Return this rank's own arrays, and its 1/P of the common arrays."""

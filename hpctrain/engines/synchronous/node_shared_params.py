@@ -34,7 +34,7 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.saved_state import SavedState, range_pieces, request_range
-from hpctrain.engines.synchronous.update import PartwiseUpdate, gather_rows_timed
+from hpctrain.engines.synchronous.update import PartwiseUpdate, Update, gather_rows_timed
 from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -45,7 +45,7 @@ from hpctrain.world import World
 PASS_ELEMENTS = 32_768
 
 
-class NodeSharedUpdate:
+class NodeSharedUpdate(Update):
     """Sums gradients and updates the parameters shared by the ranks of a node."""
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeSharedUpdate:
         group = world.main
         self._node, self._across = world.node, Group(world.across, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
-        self._times, self._trace = times, world.trace
+        self._times, self._wait = times, partial(times.wait, world.trace)
         is_alone, param = world.node.size == 1, replica.arena.param
         shared_param = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
         world.on_all_ranks(
@@ -112,7 +112,7 @@ class NodeSharedUpdate:
 
     def release(self) -> None:
         """Wait until all ranks of the node have updated and have read all gradients."""
-        with self._times.wait(self._trace, "wait for parameters"):
+        with self._wait("wait for parameters"):
             self._node_barrier()
 
     def pieces(self) -> list[Piece]:
@@ -146,11 +146,9 @@ class NodeSharedUpdate:
         for number, range_slice in enumerate(_blocks_of_range(total.size)):
             total[range_slice] = self._sum_block(number)
         if self._across.link.size > 1 and total.size:
-            with self._times.wait(
-                self._trace, "sum across nodes", on_wire=True, bytes=total.nbytes
-            ):
+            with self._wait("sum across nodes", on_wire=True, bytes=total.nbytes):
                 self._allreduce(self._across, total, np.add)
-        gather = partial(gather_rows_timed, self._node, self._arena, self._times, self._trace)
+        gather = partial(gather_rows_timed, self._node, self._arena, self._wait)
         self._optimizer.update(total, self.state, self._param, self._slots, gather)
 
 

@@ -16,20 +16,35 @@ next forward pass reaches one of its layers, while others are still on the wire:
 max(compute, wire) instead of forward + max(backward, wire). While the pass waits for a bucket it
 updates those that have arrived. Evaluation, checkpoints and the end of training wait for all.
 Parameters have the same bytes as without priority.
+
+The ready buckets differ from rank to rank, so before each bucket the ranks agree on the number that
+is ready on all ranks (a minimum, 8 bytes), and send the last bucket that is ready everywhere:
+
+    ready on rank 0      0 1 2 3      agreed: 0 1 2      sent: 2, before 0 and 1
+    ready on rank 1      0 1 2
+
+Source: Jayarajan, Wei, Gibson, Fedorova and Pekhimenko, "Priority-based parameter propagation for
+distributed DNN training", 2019. The paper sends slices of layers, this file whole buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
 
 import numpy as np
 
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct_shared
+from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.core.errors import ModelError
+from hpctrain.engines.engine import Times
+from hpctrain.engines.synchronous.update import PartwiseUpdate, ReplicatedUpdate
 from hpctrain.gradients import buckets
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
-from hpctrain.gradients.reducer import SumFunction, WireOptions
+from hpctrain.gradients.reducer import Reducer, SumFunction, WireOptions
+from hpctrain.optim import Optimizer
 from hpctrain.tuning import select
 from hpctrain.world import World, has_spare_cores
 
@@ -77,3 +92,114 @@ def prefer_shared_sum(
         len(group.nodes) == 1 and select.algorithm_name(allreduce, group, longest_slice) == "direct"
     )
     return direct_shared if is_direct and not options.priority else allreduce
+
+
+def first_needed(
+    ready_queue: SimpleQueue[int | None], group: Group, bucket_count: int
+) -> Iterator[int]:
+    """Yield the buckets of each step: always the last bucket that is ready on all ranks."""
+    while True:
+        unsent, ready_count = set(range(bucket_count)), 0
+        while unsent:
+            # Wait until there is an unsent bucket, then count all that are in the queue.
+            while ready_count <= min(unsent) or not ready_queue.empty():
+                number = ready_queue.get()
+                if number is None:
+                    return
+                ready_count = number + 1
+            common_count = np.array([ready_count])
+            recursive_doubling(group, common_count, np.minimum)
+            number = max(i for i in unsent if i < common_count[0])
+            unsent.remove(number)
+            yield number
+
+
+class UpdateOnNeed(ReplicatedUpdate):
+    """Applies the sums of a reducer bucket by bucket, during the next forward pass.
+
+    It stands in front of the reducer: a step waits for no sum, unless it has failed.
+    """
+
+    is_replicated = False
+
+    def __init__(
+        self, world: World, arena: Arena, optimizer: Optimizer, reducer: Reducer, times: Times
+    ):
+        """Keep the whole state; waits are added to `times`."""
+        super().__init__(world.link, arena, optimizer)
+        self.own = None
+        self._world, self._reducer = world, reducer
+        self._times, self._trace = times, world.trace
+        self.mark_ready, self.close = reducer.mark_ready, reducer.close
+        parts = [slice(x.bucket.start, x.bucket.stop) for x in reducer.sums]
+        self._bucket_update = PartwiseUpdate(
+            optimizer, self.state, arena.param, arena.layout, parts
+        )
+        self._is_checked = False
+        # slots for which no gradient has called on_need yet
+        self._unrequested_names = {slot.name for slot in arena.slots}
+        self._unapplied_buckets: set[int] = set()  # buckets whose sums are not applied yet
+
+    @property
+    def wire_s(self) -> float:
+        """The time of sums since the start."""
+        return self._reducer.wire_s
+
+    def wait(self) -> np.ndarray:
+        """End backward, and return the plane of gradients, while sums are on the wire."""
+        self._reducer.finish_backward()
+        self._unapplied_buckets.clear()
+        return self._arena.grad
+
+    def __call__(self, gradient: np.ndarray) -> None:
+        """Begin to wait for the sums of a step.
+
+        Raises ModelError if the first gradient has not called `on_need` for each parameter.
+        """
+        if not self._is_checked:
+            self._world.on_all_ranks(self._check_calls)
+            self._is_checked = True
+        self._unapplied_buckets.update(range(len(self._reducer.sums)))
+
+    def release(self) -> None:
+        """Wait for the sums of a step that has failed, of which none is applied."""
+        if not self._unapplied_buckets:
+            self._wait_for_all()
+
+    def on_need(self, name: str) -> None:
+        """Apply the sum of the bucket of slot `name`, unless it was applied already."""
+        self._unrequested_names.discard(name)
+        number = self._reducer.bucket_number(name)
+        while number in self._unapplied_buckets:
+            self._apply_next(number)
+
+    def settle(self) -> None:
+        """Apply all remaining sums; then all ranks hold the same parameters."""
+        with self._times.compute(self._trace, "apply remaining sums"):
+            while self._unapplied_buckets:
+                self._apply_next(max(self._unapplied_buckets))
+        self._times.wire_s = self._reducer.wire_s
+
+    def _apply_next(self, first: int) -> None:
+        """Apply the sum of bucket `first`, or of another bucket that arrives before it."""
+        with self._times.wait(self._trace, "wait for gradients", bucket=first):
+            number = self._reducer.wait_for_any(self._unapplied_buckets, first)
+        with self._trace.span("update", "compute", bucket=number):
+            self._bucket_update(number, self._reducer.wait_for(number))
+        self._unapplied_buckets.discard(number)
+        if not self._unapplied_buckets:
+            self._bucket_update.count()
+
+    def _wait_for_all(self) -> None:
+        for number in range(len(self._reducer.sums)):
+            self._reducer.wait_for(number)
+
+    def _check_calls(self) -> None:
+        if slot_names := self._unrequested_names:
+            self._wait_for_all()  # no transfer may be under way when training ends
+            more_text = f" and {len(slot_names) - 1} more" * (len(slot_names) > 1)
+            raise ModelError(
+                "[wire] priority: expected a model that calls key.on_need(name) before it first "
+                f"reads a parameter, seen no call for '{min(slot_names)}'{more_text} in the first "
+                "gradient; add the calls, or set priority = false"
+            )

@@ -86,10 +86,6 @@ class SingleEngine(EngineDefaults):
         """Return the whole state."""
         return pieces_of(self.replica.arena, self.optimizer_state, 0, 1)
 
-    def whole_state(self) -> list[Piece]:
-        """Return the whole state."""
-        return self.state()
-
     def load(self, saved: SavedState) -> None:
         """Request the whole state."""
         request_state(self.replica.arena, self.optimizer_state, saved)

@@ -16,7 +16,8 @@ number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -26,7 +27,7 @@ from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
-from hpctrain.engines.engine import Times, gather_rows
+from hpctrain.engines.engine import gather_rows
 from hpctrain.engines.saved_state import (
     SavedState,
     pieces_of,
@@ -39,7 +40,9 @@ from hpctrain.gradients.arena import Arena, Slot, identity, shift_slots, view_of
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import BLOCK_ELEMENTS, State
 from hpctrain.transport.link import Link
-from hpctrain.watch.trace import Trace
+
+#: `Times.wait` with a trace: encloses a wait, which has a name.
+Wait = Callable[..., AbstractContextManager[None]]
 
 
 class PartwiseUpdate:
@@ -85,12 +88,26 @@ class PartwiseUpdate:
         )
 
 
-class ReplicatedUpdate:
+class Update:
+    """The attributes of an update, and the values that most updates have."""
+
+    is_replicated = False  #: whether each rank makes the whole update, at the end of the step
+    #: The range of the sums that this rank checks; None: ranks do not wait for sums.
+    own: slice | None = None
+    on_need: Callable[[str], None] | None = None  #: called before a gradient reads a slot
+
+    def settle(self) -> None:
+        """Complete the update of the last step."""
+
+
+class ReplicatedUpdate(Update):
     """Every rank makes the same update of the whole model."""
 
-    def __init__(self, link: Link, arena: Arena, optimizer: Optimizer, sums: FastSums):
-        """Keep the whole state; the all-reduce of `sums` brings gradients to every rank."""
-        self.reduce, self.state = sums.allreduce, optimizer.init(arena.param)
+    is_replicated = True
+
+    def __init__(self, link: Link, arena: Arena, optimizer: Optimizer):
+        """Keep the whole state."""
+        self.state = optimizer.init(arena.param)
         self._arena, self._optimizer, self._link = arena, optimizer, link
         #: the range that `direct` sums on this rank
         self.own = slice(*part_offsets(arena.grad, link.size)[link.rank :][:2])
@@ -109,8 +126,10 @@ class ReplicatedUpdate:
         request_state(self._arena, self.state, saved)
 
 
-class ShardedUpdate:
+class ShardedUpdate(Update):
     """Each rank updates its own range of the parameters, and receives the other ranges."""
+
+    own: slice
 
     def __init__(
         self,
@@ -118,15 +137,15 @@ class ShardedUpdate:
         arena: Arena,
         optimizer: Optimizer,
         sums: FastSums,
-        times: Times,
-        trace: Trace,
+        wait: Wait,
     ):
-        """Keep the state of this rank's range, which may be empty; waits are added to `times`.
+        """Keep the state of this rank's range, which may be empty.
 
-        The reduce-scatter of `sums` brings the sum of each range to its rank.
+        The reduce-scatter of `sums` brings the sum of each range to its rank. `wait(name)` encloses
+        waits.
         """
         self._group, self._arena, self._optimizer = group, arena, optimizer
-        self._sums, self._times, self._trace = sums, times, trace
+        self._sums, self._wait = sums, wait
         rank, size = group.link.rank, group.link.size
         self._offsets = bounds(arena.param.size, size, BLOCK_ELEMENTS)
         #: the range of this rank
@@ -143,9 +162,9 @@ class ShardedUpdate:
     def __call__(self, gradient: np.ndarray) -> None:
         """Update this rank's range with its summed gradient; gather the other ranges."""
         param, link = self._arena.param, self._group.link
-        gather = partial(gather_rows_timed, link, self._arena, self._times, self._trace)
+        gather = partial(gather_rows_timed, link, self._arena, self._wait)
         self._optimizer.update(gradient[self.own], self.state, param[self.own], self._slots, gather)
-        with self._times.wait(self._trace, "gather parameters"):
+        with self._wait("gather parameters"):
             all_gather(self._group, param, self._offsets)
 
     def pieces(self) -> list[Piece]:
@@ -158,9 +177,7 @@ class ShardedUpdate:
         request_range(self._arena, self.state, self.own, saved)
 
 
-def gather_rows_timed(
-    link: Link, arena: Arena, times: Times, trace: Trace, rows: np.ndarray
-) -> np.ndarray:
+def gather_rows_timed(link: Link, arena: Arena, wait: Wait, rows: np.ndarray) -> np.ndarray:
     """Return the rows of the whole model, see `gather_rows`; the time counts as waiting."""
-    with times.wait(trace, "gather norms"):
+    with wait("gather norms"):
         return gather_rows(link, arena, rows)

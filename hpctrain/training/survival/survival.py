@@ -114,10 +114,10 @@ class Survival:
         self._hold_state(engine, journal, checkpointer)  # a rank may be lost before all have ended
 
     def _hold_state(self, engine: Engine, journal: Journal, checkpointer: Checkpointer) -> None:
-        step, self.times = engine.committed_step, journal.times
+        step, self.times = engine.commit.step, journal.times
         if step is not None:
             about = checkpointer.about(journal.about_here(step))
-            self._live_state = live_state(step, engine.whole_state(), about)
+            self._live_state = live_state(step, engine.commit.pieces(), about)
 
     def copy(self, step: int, journal: Journal, checkpointer: Checkpointer) -> None:
         """Copy the state after `step` to other ranks; collective."""
