@@ -85,7 +85,7 @@ class AllReduceEngine(EngineBase):
         self.check = GradientCheck(self.replica, world.size, self._sums.parts)
         self._sum_in_layer = partial(sum_in_layer, self._group, self.times, self._trace)
         self.update, self._reducer = self._make_update(replica, optimizer, options)
-        self.optimizer_state = self.update.state
+        self.optimizer_state, self._on_need = self.update.state, self.update.on_need
         self._vote = make_vote(self._sums, self.check, world.voters, self.update.own)
         is_whole = self.update.is_replicated and self._sums.is_exact and world.grid is None
         if world.survives and is_whole:
@@ -155,7 +155,7 @@ class AllReduceEngine(EngineBase):
             raise
 
     def _step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=self.update.on_need)
+        key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=self._on_need)
         task = task._replace(key=key)
         with self.times.compute(self._trace, "forward, backward"):
             self._sums.begin()
