@@ -36,7 +36,10 @@ def main() -> None:
     with open("/proc/self/comm", "w") as file:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
-    if pids := _await_pids(job):
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (pids := find_pids(job)) and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
+    if pids:
         print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
         # Only the root processes of the job get the signal: mpiexec forwards it to the ranks.
         send_signal([pid for pid in pids if _parent_pid(pid) not in pids], signal.SIGUSR1)
@@ -101,14 +104,6 @@ def send_signal(pids: Sequence[int], signal_number: int) -> None:
             os.kill(pid, signal_number)
         except ProcessLookupError:
             continue
-
-
-def _await_pids(job: str) -> list[int]:
-    """Return the process ids of `job`; wait for the first if the job is only starting."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not (pids := find_pids(job)) and time.monotonic() < deadline:
-        time.sleep(POLL_INTERVAL_S)
-    return pids
 
 
 def _belongs_to_job(pid: str, job: str) -> bool:

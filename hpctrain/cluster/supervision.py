@@ -1,8 +1,19 @@
-"""The life of a launcher: its stop signals, its messages, and the end of its processes."""
+"""The life of a launcher: its stop signals, its messages, and the end of its processes.
+
+Open MPI's messages on the end of ranks are noise where the ranks have reported the cause:
+
+    --------------------------------------------------------------------------
+    prterun detected that one or more processes exited with non-zero status,
+    ...
+    --------------------------------------------------------------------------
+
+They are held until the exit code of the job is known; all other output passes at once.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -14,7 +25,6 @@ from threading import Thread
 from typing import BinaryIO
 
 from hpctrain.cluster import guard
-from hpctrain.cluster.launcher_messages import MessageFilter
 from hpctrain.cluster.rank_states import RankStates
 from hpctrain.cluster.slurm.job_end import LauncherExit, print_message
 from hpctrain.core import opening
@@ -27,6 +37,19 @@ _KILL_SCHEDULE = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 #: Open MPI's launcher says so when the daemon of a host dies, and then ends with 0.
 _LOST_DAEMON = b"PRTE has lost communication with a remote daemon"
 _OUTPUT_S = 5.0  #: the time given to the last output of a launcher that has ended
+_RULE = b"-" * 74 + b"\n"
+_HEADS = tuple(
+    _RULE + line
+    for line in (
+        b"prterun detected that one or more processes exited with non-zero status",
+        b"prterun has exited due to process rank",
+        b"mpirun detected that one or more processes exited with non-zero status",
+        b"mpirun has exited due to process rank",
+        b"MPI_ABORT was invoked on rank",
+    )
+)
+_MESSAGE = re.compile(rb"^(?:%s)[\s\S]*?\n%s" % (b"|".join(map(re.escape, _HEADS)), _RULE), re.M)
+_MAX_BYTES = 4096  #: of a message
 
 
 class Supervisor:
@@ -88,7 +111,12 @@ class Supervisor:
 
     def _forward_signal(self, process: subprocess.Popen[bytes], number: int) -> None:
         if not self._signals:
-            _note_stop(self._announced_folder(), number)
+            announced_folder = self._announced_folder()
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            run = Path(os.fsdecode(announced_folder))
+            if announced_folder and not run_folder.stop_reason(run):
+                with suppress(OSError), opening.create(run / run_folder.STOP_REASON) as file:
+                    file.write(f"{name}\n".encode())
         self._signals.append(number)
         process.send_signal(signal.SIGTERM if self._is_interrupted_twice else signal.SIGUSR1)
 
@@ -103,20 +131,39 @@ class Supervisor:
         _write(self._messages.end())
 
 
+class MessageFilter:
+    """The output of a launcher; its messages on the end of ranks are kept in `held`."""
+
+    def __init__(self) -> None:
+        self.held = b""
+        self._pending = b""  # perhaps the beginning of a message
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the output that can be printed once `data` has arrived."""
+        data = self._pending + data
+        self.held += b"".join(_MESSAGE.findall(data))
+        data = _MESSAGE.sub(b"", data)
+        starts = (match.start() for match in re.finditer(rb"^-", data, re.M))
+        end = next((i for i in starts if _may_begin_message(data[i:])), len(data))
+        self._pending = data[end:]
+        return data[:end]
+
+    def end(self) -> bytes:
+        """Return the remaining output."""
+        return self._pending
+
+
+def _may_begin_message(data: bytes) -> bool:
+    return len(data) <= _MAX_BYTES and any(
+        data.startswith(head) or head.startswith(data) for head in _HEADS
+    )
+
+
 def _write(data: bytes) -> None:
     with suppress(OSError):  # nobody reads it: the job goes on
         sys.stderr.flush()
         while data:
             data = data[os.write(2, data) :]
-
-
-def _note_stop(announced_folder: bytes, number: int) -> None:
-    """Leave the name of a stop signal for the run: its ranks receive all of them as SIGUSR1."""
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    run = Path(os.fsdecode(announced_folder))
-    if announced_folder and not run_folder.stop_reason(run):
-        with suppress(OSError), opening.create(run / run_folder.STOP_REASON) as file:
-            file.write(f"{name}\n".encode())
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import MpiInstallation, build_command
-from hpctrain.cluster.launcher_messages import MessageFilter
 from hpctrain.cluster.loss_policy import LossPolicy
 from hpctrain.cluster.slurm.job_end import (
     LauncherExit,
@@ -28,6 +27,7 @@ from hpctrain.cluster.slurm.job_end import (
     job_exit_code,
     program_exit_code,
 )
+from hpctrain.cluster.supervision import MessageFilter
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder

@@ -53,16 +53,12 @@ def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site
     check_job(job, site)
     job_recipe = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
-        _must_fit_ranks(job_recipe, total_ranks(replace(job, nodes=size), site), size)
+        ranks = total_ranks(replace(job, nodes=size), site)
+        try:
+            job_recipe.must_fit(ranks, size)
+        except UsageError as error:  # `train` would refuse to start
+            raise UsageError(f"a job of {ranks} ranks on {size} nodes: {error}") from None
     return job, site
-
-
-def _must_fit_ranks(job_recipe: Recipe, size: int, nodes: int) -> None:
-    """Raise UsageError, with the size of the job, if `train` would refuse to start."""
-    try:
-        job_recipe.must_fit(size, nodes)
-    except UsageError as error:
-        raise UsageError(f"a job of {size} ranks on {nodes} nodes: {error}") from None
 
 
 def must_be_same_recipe(request: JobRequest, run: Path) -> None:

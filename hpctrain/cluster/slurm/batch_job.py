@@ -107,7 +107,9 @@ class BatchJob:
         while True:
             code = self._run_ranks()
             self._collect_records()
-            summary = self._read_summary()
+            path = self.folder / "summary.json"
+            summary = _read_json(path) if self._is_of_this_part(path) else {}
+            summary = summary if isinstance(summary, dict) else {}
             status, run_code = summary.get("status"), summary.get("exit_code")
             if status == "done":
                 return 0
@@ -175,12 +177,6 @@ class BatchJob:
         text = output("scontrol", "-o", "show", "job", self.id, SLURM_TIME_FORMAT="standard")
         # Of a heterogeneous job the first line, of one name the first value counts.
         return dict(reversed(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0])))
-
-    def _read_summary(self) -> dict[str, object]:
-        """Return summary.json if it is of this part of the run, else an empty table."""
-        path = self.folder / "summary.json"
-        summary = _read_json(path) if self._is_of_this_part(path) else {}
-        return summary if isinstance(summary, dict) else {}
 
     def _is_of_this_part(self, path: Path) -> bool:
         try:

@@ -90,6 +90,7 @@ def _parse_scontrol(output: str) -> list[JobState]:
             reason = "" if fields["Reason"] == "None" else fields["Reason"]
             restarts = int(fields.get("Restarts", 0))
             node_names = fields.get("NodeList", "").replace("(null)", "")
+            log = re.search(r" StdOut=(.*?)(?= \w+=|$)", line)  # a path may contain blanks
             state = JobState(
                 job,
                 fields["JobState"],
@@ -98,16 +99,10 @@ def _parse_scontrol(output: str) -> list[JobState]:
                 elapsed=fields["RunTime"],
                 nodes=node_names,
                 exit_code=fields.get("ExitCode", ""),
-                log=_parse_path(line, "StdOut"),
+                log=log[1].strip() if log else "",
             )
             states += [replace(state, job=task) for task in expand_task_range(job)]
     return sorted(states, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
-
-
-def _parse_path(line: str, field: str) -> str:
-    """Return the path in a field of scontrol's output line; the path may contain blanks."""
-    match = re.search(rf" {field}=(.*?)(?= \w+=|$)", line)
-    return match[1].strip() if match else ""
 
 
 def expand_task_range(job: str) -> list[str]:

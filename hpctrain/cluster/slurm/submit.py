@@ -56,7 +56,12 @@ def submit_script(script_text: str, folder: Path, options: Sequence[str] = ()) -
     """
     require_command("sbatch")
     launchers.must_not_be_rank(os.environ, "each would submit a job")
-    _must_query_same_cluster()
+    sbatch_cluster = os.environ.get("SBATCH_CLUSTERS")
+    if sbatch_cluster and sbatch_cluster != os.environ.get("SLURM_CLUSTERS"):
+        raise UsageError(
+            f"only sbatch reads SBATCH_CLUSTERS={sbatch_cluster}, and `status` would query another "
+            f"cluster: also export SLURM_CLUSTERS={sbatch_cluster}"
+        )
     new_paths = [path for path in (folder / SENT_FILE.name, folder) if not path.exists()]
     earlier_jobs = read_job_ids(folder)
     script_path = _write_script(folder, script_text, new_paths)
@@ -97,16 +102,6 @@ def _call_sbatch(
     with suppress(OSError):  # jobs.json then cannot be written either, which is reported
         script_path.replace(folder / SCRIPT_FILE)
     return process.stdout
-
-
-def _must_query_same_cluster() -> None:
-    """Raise UsageError if sbatch would submit to a cluster that scontrol does not query."""
-    sbatch_cluster = os.environ.get("SBATCH_CLUSTERS")
-    if sbatch_cluster and sbatch_cluster != os.environ.get("SLURM_CLUSTERS"):
-        raise UsageError(
-            f"only sbatch reads SBATCH_CLUSTERS={sbatch_cluster}, and `status` would query another "
-            f"cluster: also export SLURM_CLUSTERS={sbatch_cluster}"
-        )
 
 
 def _write_script(folder: Path, script_text: str, new_paths: Sequence[Path]) -> Path:

@@ -32,7 +32,14 @@ def apply(tables: Table, settings: Iterable[str]) -> Table:
     """
     values = dict(_parse_setting(setting) for setting in settings)
     for (table, key), value in values.items():
-        _set_value(tables, table, key, value)
+        entries = tables.setdefault(table, {})
+        must_be_table(table, entries)
+        if value is not None:
+            entries[key] = value
+        else:
+            entries.pop(key, None)
+            if not entries:
+                del tables[table]
     for (table, key), value in values.items():
         for rival in _rival_keys(table, key) if value is not None else ():
             if values.get((table, rival)) is None:
@@ -77,18 +84,6 @@ def _parse_value(text: str, place: str) -> Any:
     except toml.TomlSyntaxError:
         return text
     return tables["value"] if len(tables) == 1 else text  # further lines with other keys
-
-
-def _set_value(tables: Table, table: str, key: str, value: Any) -> None:
-    """Set `key` of a table, or remove it if `value` is None, and the table if then empty."""
-    entries = tables.setdefault(table, {})
-    must_be_table(table, entries)
-    if value is not None:
-        entries[key] = value
-    else:
-        entries.pop(key, None)
-        if not entries:
-            del tables[table]
 
 
 def _rival_keys(table: str, key: str) -> list[str]:

@@ -13,6 +13,7 @@ from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.collectives.reductions.operations import can_mpi_reduce
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
+from hpctrain.core.names import counted
 from hpctrain.tools.bench import base, rivals, sweep, units
 from hpctrain.tools.bench.base import check_host_memory, split_words
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
@@ -45,7 +46,10 @@ def parse_options(
     names = list(split_words(algorithms))
     for name in names:
         config.pick(dict.fromkeys(collective.names), name, "algorithm")
-    parsed_dtype = parse_dtype(dtype)
+    import ml_dtypes  # late: other commands do not need it
+
+    config.pick(dict.fromkeys(DTYPES), dtype, "dtype")
+    parsed_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     config.pick(dict.fromkeys(OPERATIONS), op, "op")
     collectives.operation(op, parsed_dtype)
     plan = sweep.SweepPlan(
@@ -91,14 +95,6 @@ def _refusal(plan: sweep.SweepPlan, library: rivals.Rival) -> str:
     return f"offers no {plan.collective.name} ({plan.op}) of {plan.dtype.name} in place"
 
 
-def parse_dtype(name: str) -> np.dtype:
-    """Return the dtype with this `name`; raise UsageError if no all-reduce takes it."""
-    import ml_dtypes  # late: other commands do not need it
-
-    config.pick(dict.fromkeys(DTYPES), name, "dtype")
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def _skipped_natives(plan: sweep.SweepPlan) -> dict[str, str]:
     """Return {algorithm: reason} for native contenders if MPI lacks the operation."""
     if can_mpi_reduce(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
@@ -108,8 +104,7 @@ def _skipped_natives(plan: sweep.SweepPlan) -> dict[str, str]:
 
 
 def _title(world: World, plan: sweep.SweepPlan) -> str:
-    nodes = len(world.main.nodes)
-    node_text = "1 node" if nodes == 1 else f"{nodes} nodes"
+    node_text = counted(len(world.main.nodes), "node")
     op_text = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
     return (
         f"{plan.collective.name} of {plan.dtype.name}{op_text}, {world.size} ranks on {node_text}"

@@ -96,7 +96,14 @@ def _inject_faults(case: Case, place: Place, scope: Scope, verdict: Verdict) -> 
     for number, faults in enumerate([*case.attempts, []]):
         if case.is_elastic and verdict.attempts and verdict.attempts[-1].code == 0:
             break
-        ending = _run_attempt(case, place, scope, number, faults)
+        launcher = case.launcher if faults or not number else jobs.undisturbed_launcher(case)
+        orphaned = any(isinstance(fault, Signal) and fault.is_orphaning for fault in faults)
+        settings = (f"faults.step_ms={ORPHAN_MS}",) * orphaned
+        kills = link_calls(case, faults, place.work, scope)
+        order = Order(launcher, resume=number > 0, settings=settings, kills=kills)
+        ending = threads.train(
+            case, place, scope, order, faults, place.home / f"attempt-{number}.stderr"
+        )
         verdict.attempts.append(ending)
         for problem in oracle.problems_of(case, faults, ending, place.run):
             yield f"attempt {number}: {problem}"
@@ -106,17 +113,6 @@ def _inject_faults(case: Case, place: Place, scope: Scope, verdict: Verdict) -> 
     yield from oracle.problems_at_end(case, place.run, hung=hung)
     summary = oracle.read_summary(place.run) or {}
     verdict.facts = {key: summary[key] for key in FACTS if case.is_elastic and key in summary}
-
-
-def _run_attempt(
-    case: Case, place: Place, scope: Scope, number: int, faults: list[Fault]
-) -> Attempt:
-    launcher = case.launcher if faults or not number else jobs.undisturbed_launcher(case)
-    orphaned = any(isinstance(fault, Signal) and fault.is_orphaning for fault in faults)
-    settings = (f"faults.step_ms={ORPHAN_MS}",) * orphaned
-    kills = link_calls(case, faults, place.work, scope)
-    order = Order(launcher, resume=number > 0, settings=settings, kills=kills)
-    return threads.train(case, place, scope, order, faults, place.home / f"attempt-{number}.stderr")
 
 
 def _compare_parameters(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:

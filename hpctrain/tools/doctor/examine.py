@@ -80,7 +80,13 @@ class NodeResult:
 
 def examine_node() -> NodeResult:
     """Check this node; raise UsageError inside a job of several ranks."""
-    _must_be_single_process(launchers.launched(os.environ))
+    launched = launchers.launched(os.environ)
+    if launched.size > 1:
+        raise UsageError(
+            f"doctor checks one node, from one process; this is rank {launched.rank} of "
+            f"{launched.size} that a launcher started: call `hpctrain doctor --job` to check the "
+            "whole job, or `srun -N 1 -n 1 hpctrain doctor`"
+        )
     node_hardware = find_hardware(socket.gethostname())
     gpu_paths = _probe_gpu_paths() if node_hardware.node_gpus.gpus and cupy_version() else None
     core_count = len(os.sched_getaffinity(0))
@@ -128,15 +134,6 @@ def find_hardware(host: str, root: Path = pci.ROOT, nvml: Any = None) -> Hardwar
         topology_lines,
         quota_cores,
     )
-
-
-def _must_be_single_process(launched: launchers.Launched) -> None:
-    if launched.size > 1:
-        raise UsageError(
-            f"doctor checks one node, from one process; this is rank {launched.rank} of "
-            f"{launched.size} that a launcher started: call `hpctrain doctor --job` to check the "
-            "whole job, or `srun -N 1 -n 1 hpctrain doctor`"
-        )
 
 
 def _check_mpi() -> list[Check]:

@@ -150,8 +150,12 @@ def _join_ring(
         return None
     rows = _gather_rows(gather, endpoint=None if channel is None else channel.endpoint)
     endpoints = [rows[leader]["endpoint"] for leader in leaders]
-    if not all(endpoints):
-        _warn_without_ring(rank, [hosts[r] for r in leaders if not rows[r]["endpoint"]])
+    if not all(endpoints) and rank == 0:
+        log.warning(
+            "dead hosts will not be detected: no socket for heartbeats on %s, at an address that "
+            "no other host has",
+            ", ".join(hosts[r] for r in leaders if not rows[r]["endpoint"]),
+        )
     if channel is None or not all(endpoints):
         return None
 
@@ -176,12 +180,3 @@ def _end_host(
         for other in processes.keys() - {rank}:
             kill(processes[other])
         os._exit(1)
-
-
-def _warn_without_ring(rank: int, hosts: Sequence[str]) -> None:
-    if rank == 0:
-        log.warning(
-            "dead hosts will not be detected: no socket for heartbeats on %s, at an address that "
-            "no other host has",
-            ", ".join(hosts),
-        )

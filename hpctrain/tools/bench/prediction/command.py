@@ -125,12 +125,7 @@ def _make_step(options: Mapping[str, Any]) -> Step:
             units.parse_sizes(gradient_text)[-1],
             bucket,
         )
-    return measure_step(options["step"], bucket)
-
-
-def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
-    """Time a rank's computation in a step of a recipe, in this process."""
-    spec = recipe.load(recipe_name)
+    spec = recipe.load(options["step"])
     split = spec.data.load(spec.run.seed)
     model = runs.build_model(spec, split)
     replica = make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu=False)
@@ -138,7 +133,7 @@ def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
     batch = Batch.of(*split.train.rows(sampler.batch_indexes(0)))
     task = Task(batch, 1 / batch.n, nn.Key(spec.run.seed, 0, 0))
-    return profile_step(replica, spec.optimizer.build(lambda step: 0.0), task, bucket_bytes)
+    return profile_step(replica, spec.optimizer.build(lambda step: 0.0), task, bucket)
 
 
 def machine_text(machine: Cluster, ranks_per_node: int) -> str:

@@ -31,18 +31,15 @@ class Gloo(TorchRival):
         timeout = timedelta(seconds=TIMEOUT_S)
         host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
         with allow_all_cores():  # Gloo's threads
-            self._join_process_group(world, host, timeout)
+            store, open_store = None, partial(dist.TCPStore, world_size=world.size, timeout=timeout)
+            if world.rank == 0:
+                store = open_store(host, 0, is_master=True, wait_for_workers=False)
+            address = world.from_first(lambda: (host, store.port if store else 0))
+            store = store or open_store(*address, is_master=False)
+            dist.init_process_group(
+                "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         self.about = f"torch {torch.__version__}, Gloo, 1 thread, unbound"
-
-    def _join_process_group(self, world: World, host: str, timeout: timedelta) -> None:
-        store, open_store = None, partial(dist.TCPStore, world_size=world.size, timeout=timeout)
-        if world.rank == 0:
-            store = open_store(host, 0, is_master=True, wait_for_workers=False)
-        host, port = world.from_first(lambda: (host, store.port if store else 0))
-        store = store or open_store(host, port, is_master=False)
-        dist.init_process_group(
-            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
-        )
 
     def offers(self, operation: str, dtype: np.dtype) -> bool:
         """Return whether torch supports `operation` in place on NumPy's arrays of `dtype`."""
