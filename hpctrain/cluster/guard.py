@@ -81,7 +81,9 @@ def find_pids(job: str) -> list[int]:
     and the session of mpiexec.
     """
     return [
-        int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs_to_job(name, job)
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and has_variable(name, f"{JOB_VARIABLE}={job}")
     ]
 
 
@@ -106,10 +108,11 @@ def send_signal(pids: Sequence[int], signal_number: int) -> None:
             continue
 
 
-def _belongs_to_job(pid: str, job: str) -> bool:
+def has_variable(pid: int | str, variable: str) -> bool:
+    """Return whether a process has `variable`, NAME=VALUE, in its environment."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{JOB_VARIABLE}={job}".encode() in file.read().split(b"\0")
+            return variable.encode() in file.read().split(b"\0")
     except OSError:  # the process has ended, or belongs to another user
         return False
 

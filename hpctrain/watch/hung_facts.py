@@ -12,7 +12,6 @@ from hpctrain.watch.layout import Call, Snapshot
 
 WAITING, SILENT, COMPUTING = "waiting", "stopped or dead", "alive, computing"
 ENDED = "has ended its script"
-NO_RECORD = "no record"
 _STATES = (WAITING, SILENT, COMPUTING, ENDED)
 _LAST_CALLS = 8  #: of each rank
 

@@ -102,7 +102,12 @@ def _parse_scontrol(output: str) -> list[JobState]:
                 log=log[1].strip() if log else "",
             )
             states += [replace(state, job=task) for task in expand_task_range(job)]
-    return sorted(states, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
+    return sorted(states, key=lambda state: numbers_in(state.job))
+
+
+def numbers_in(name: str) -> list[int]:
+    """Return the numbers in the name of a job or of a folder, by which these are sorted."""
+    return [int(n) for n in re.findall(r"\d+", name)]
 
 
 def expand_task_range(job: str) -> list[str]:

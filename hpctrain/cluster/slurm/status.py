@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.slurm.queries import FORGOTTEN_REASON, NO_ANSWER, JobState, query_sacct
+from hpctrain.cluster.slurm.queries import (
+    FORGOTTEN_REASON,
+    NO_ANSWER,
+    JobState,
+    numbers_in,
+    query_sacct,
+)
 from hpctrain.cluster.slurm.reasons import explain_end_reason, explain_reason
 from hpctrain.cluster.slurm.submit import (
     END_STATES,
@@ -74,15 +80,11 @@ def read_job_history(folder: Path) -> JobHistory:
     """
     jobs, started_job = [str(job) for job in read_job_ids(folder)], run_folder.slurm_job(folder)
     if started_job and started_job not in jobs:
-        jobs = sorted([*jobs, started_job], key=_job_numbers)
+        jobs = sorted([*jobs, started_job], key=numbers_in)
     script = folder / SCRIPT_FILE
     is_hand_submitted = not script.exists() and not (folder / JOBS_FILE).exists()
     text = "" if is_hand_submitted else files.read_text(script, files.MIB)
     return JobHistory(folder, tuple(jobs), text)
-
-
-def _job_numbers(job: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", job)]
 
 
 def status_rows(folders: Sequence[Path]) -> list[Row]:

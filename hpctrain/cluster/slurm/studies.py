@@ -6,17 +6,14 @@ STUDY/trials/SIZE/repeat-0.job/    the submission that makes it: see submit.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from hpctrain.cluster.slurm.status import is_done, read_job_history
+from hpctrain.cluster.slurm.queries import numbers_in
+from hpctrain.cluster.slurm.status import Row, is_done, read_job_history
 from hpctrain.cluster.slurm.submit import END_STATES, JOBS_FILE
 from hpctrain.core.run_files import run_folder
-
-Row = dict[str, Any]
 
 
 def find_job_folders(path: Path) -> list[Path]:
@@ -28,7 +25,7 @@ def find_job_folders(path: Path) -> list[Path]:
         return [path]
     trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS_FILE}")]
     sizes = [size for size in path.glob("nodes-*") if run_folder.slurm_job(size)]
-    return sorted(trials or sizes, key=_path_numbers)
+    return sorted(trials or sizes, key=lambda job: numbers_in(f"{job.parent.name} {job.name}"))
 
 
 def sort_by_age(paths: Iterable[Path]) -> list[Path]:
@@ -46,25 +43,17 @@ def _newest_job_key(group: Sequence[Path]) -> tuple[int, str]:
     return max(job_ids), str(group[0])
 
 
-def _path_numbers(job: Path) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", f"{job.parent.name} {job.name}")]
-
-
 def merge_by_size(rows: Sequence[Row]) -> list[Row]:
     """Return `rows` with all rows of one size of a study merged into one."""
     groups: dict[object, list[Row]] = {}
     for row_number, row in enumerate(rows):
-        groups.setdefault(_size_folder(row) or row_number, []).append(row)
+        folder = Path(row["run"]).parent
+        is_trial = folder.parent.name == "trials"
+        groups.setdefault(folder if is_trial else row_number, []).append(row)
     return [
         _merge_rows(key, group) if isinstance(key, Path) else group[0]
         for key, group in groups.items()
     ]
-
-
-def _size_folder(row: Row) -> Path | None:
-    """Return the folder of a trial's size; None if the run of `row` is no trial."""
-    folder = Path(row["run"]).parent
-    return folder if folder.parent.name == "trials" else None
 
 
 def _merge_rows(size: Path, rows: list[Row]) -> Row:

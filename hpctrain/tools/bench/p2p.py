@@ -22,7 +22,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import base, measured_collectives, p2p_gpu, units
 from hpctrain.tools.bench.base import Bench, check_gpu_memory, check_host_memory
 from hpctrain.tools.bench.p2p_gpu import RankPair
-from hpctrain.tools.bench.sweep import calls_per_round
+from hpctrain.tools.bench.sweep import Row, calls_per_round
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.tuning.measure import ping_pong, summarize_times, time_interleaved
@@ -41,7 +41,6 @@ COLUMNS = (
     ("GB/s", base.number_column("algbw", ".3g")),
     base.CORRECT_COLUMN,
 )
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

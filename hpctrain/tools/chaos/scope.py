@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from hpctrain.cluster.guard import has_variable
 from hpctrain.transport.shared_memory.dev_shm import used_files
 
 MARK = "HPCTRAIN_CHAOS"  #: the variable that marks all processes of a case
@@ -70,9 +71,9 @@ class Marked(Scope):
 
     def processes(self) -> dict[int, str]:
         """Return the command lines of this host's processes that carry the mark."""
-        mark = f"{MARK}={self._mark}".encode()
+        mark = f"{MARK}={self._mark}"
         return {
-            pid: line for pid in _pids() if _has_variable(pid, mark) and (line := command_line(pid))
+            pid: line for pid in _pids() if has_variable(pid, mark) and (line := command_line(pid))
         }
 
     def shared_memory(self) -> list[str]:
@@ -123,13 +124,6 @@ def command_line(pid: int) -> str:
     if fields[0] in "ZX":
         return ""
     return line.decode(errors="replace").strip() or name.partition("(")[2]
-
-
-def _has_variable(pid: int, variable: bytes) -> bool:
-    try:
-        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or belongs to another user
-        return False
 
 
 def _shared_files() -> list[str]:
