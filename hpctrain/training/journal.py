@@ -65,7 +65,7 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        # The sums are those of all workers.
+        # Each rank then has the sums of all workers.
         with_sums = self.segment.mesh.data.rank == 0 or self._engine.commit.shares_sums
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
         rows_json, *_ = self._world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
