@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from hpctrain import data
+from hpctrain.collectives import all_gather_short
 from hpctrain.core import progress
 from hpctrain.core.errors import SaveError
 from hpctrain.core.metrics import idle
 from hpctrain.core.run_files.writer import RunFiles
 from hpctrain.engines import staleness
-from hpctrain.engines.engine import sum_over
 from hpctrain.engines.staleness import Staleness
 from hpctrain.nn import Sums, losses
 from hpctrain.optim.optimizer import rate_at, rate_curve
@@ -68,8 +67,9 @@ class Journal:
         # Each rank then has the sums of all workers.
         with_sums = self.segment.mesh.data.rank == 0 or self._engine.commit.shares_sums
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
-        rows_json, *_ = self._world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
-        rows, summary, self._steps_redone = json.loads(rows_json)
+        rows, summary, self._steps_redone = self._world.from_first(
+            lambda: self.files.go_back(step, about)
+        )
         is_done = summary and (summary["status"], summary.get("steps")) == ("done", step)
         self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
@@ -198,7 +198,7 @@ class Journal:
             summary = self._done_summary  # nothing was done: what was measured stands
         self.close_bar()
         self._timeline.end()  # summary.json is the last of all files
-        fault = self._world.gather(self.files.end(summary))[0]
+        fault = self._world.from_first(lambda: self.files.end(summary))
         if fault and status == "done":
             raise SaveError(fault)
         if fault and self._world.rank == 0:
@@ -263,12 +263,12 @@ class Journal:
             **self.skips.rank_counts(),
             **self._stragglers.rank_facts(),
         }
-        table = np.zeros((len(own_facts), self._world.size))
-        table[:, self._world.rank] = list(own_facts.values())
+        own_row = np.array(list(own_facts.values()), np.float64)
         with self._world.trace.span("sum for a row", "other"):
             own_sums = losses.pack(self.open_row.sums, self._loss.terms)
             sums = own_sums if self._engine.commit.shares_sums else self._engine.sum(own_sums)
-            ranks = sum_over(self._world.main, table.ravel()).reshape(table.shape)
+            rows = all_gather_short(self._world.link, own_row.view(np.uint8))
+        ranks = np.ascontiguousarray(rows.view(np.float64).T)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 
     @property

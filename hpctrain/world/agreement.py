@@ -96,10 +96,6 @@ class AgreeingRanks:
         """
         return [payload.decode() for payload in all_gather_bytes(self.link, text.encode())]
 
-    def gather_from(self, function: Callable[[], str]) -> list[str]:
-        """Return every rank's `function()`; if any raises an HpctrainError, all ranks raise it."""
-        return self.gather(self.on_all_ranks(function))
-
 
 def _attempt(function: Callable[[], T]) -> tuple[list[T], str, type[HpctrainError]]:
     """Call `function`; return its result in a list, or none and its error's text and kind.
