@@ -16,30 +16,45 @@ MPICH", 2005.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hpctrain.collectives.chunks import chunks
 from hpctrain.collectives.group import Group
+from hpctrain.core.xp import Array
 from hpctrain.transport.link import wait_all
 
 
 def gather(group: Group, x: np.ndarray, root: int = 0) -> None:
     """Fill `root`'s flat `x` with every rank's chunk, which is in place in that rank's `x`."""
-    link, chunk_views = group.link, chunks(x, group.link.size)
+    chunk_views = chunks(x, group.link.size)
+    gather_parts(group, chunk_views[group.link.rank], chunk_views, root)
+
+
+def gather_parts(group: Group, own: Array, parts: Sequence[Array], root: int) -> None:
+    """Fill part r of `root` with rank r's `own`, except the root's part; lengths may differ."""
+    link = group.link
     if link.rank != root:
-        link.isend(chunk_views[link.rank], root).wait()
+        link.isend(own, root).wait()
         return
-    wait_all([link.irecv(chunk_views[rank], rank) for rank in range(link.size) if rank != root])
+    wait_all([link.irecv(part, rank) for rank, part in enumerate(parts) if rank != root])
 
 
 def scatter(group: Group, x: np.ndarray, root: int = 0) -> np.ndarray:
     """Return this rank's chunk of flat `x` as a view, filled from `root`'s `x`."""
-    link, chunk_views = group.link, chunks(x, group.link.size)
-    if link.rank == root:
-        wait_all([link.isend(chunk_views[rank], rank) for rank in range(link.size) if rank != root])
-    else:
-        link.irecv(chunk_views[link.rank], root).wait()
-    return chunk_views[link.rank]
+    chunk_views = chunks(x, group.link.size)
+    scatter_parts(group, chunk_views, chunk_views[group.link.rank], root)
+    return chunk_views[group.link.rank]
+
+
+def scatter_parts(group: Group, parts: Sequence[Array], own: Array, root: int) -> None:
+    """Fill rank r's `own` with part r of `root`, except the root's own; lengths may differ."""
+    link = group.link
+    if link.rank != root:
+        link.irecv(own, root).wait()
+        return
+    wait_all([link.isend(part, rank) for rank, part in enumerate(parts) if rank != root])
 
 
 def all_to_all(group: Group, x: np.ndarray, out: np.ndarray) -> None:
@@ -47,10 +62,17 @@ def all_to_all(group: Group, x: np.ndarray, out: np.ndarray) -> None:
 
     `x` and `out` are flat, (P m,) each, and may not overlap: all chunks have m elements.
     """
+    size = group.link.size
+    exchange_parts(group, x.reshape(size, -1), out.reshape(size, -1))
+
+
+def exchange_parts(
+    group: Group, outgoing: Sequence[Array] | np.ndarray, incoming: Sequence[Array] | np.ndarray
+) -> None:
+    """Fill incoming part r with rank r's outgoing part for this rank; lengths may differ."""
     link = group.link
     rank, size = link.rank, link.size
-    outgoing, incoming = x.reshape(size, -1), out.reshape(size, -1)
-    incoming[rank] = outgoing[rank]
+    incoming[rank][:] = outgoing[rank]
     for step in range(1, size):
         target, source = (rank + step) % size, (rank - step) % size
         link.sendrecv(outgoing[target], target, incoming[source], source)

@@ -18,8 +18,9 @@ from hpctrain.collectives.mean import SumFunction, mean
 from hpctrain.collectives.ordered import sum_blocks
 from hpctrain.collectives.reductions.operations import Operation, operation
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
+from hpctrain.collectives.rooted import gather_parts, scatter_parts
 from hpctrain.collectives.signature import Signature
-from hpctrain.collectives.tree import broadcast as tree_broadcast
+from hpctrain.collectives.tree import broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.tuning.select import auto, bind
@@ -54,11 +55,6 @@ def reduce(group: Group, x: Array, name: str, root: int) -> None:
         tree_reduce(group, target, operation(name, x.dtype), root)
 
 
-def broadcast(group: Group, x: Array, root: int) -> None:
-    """Copy the root's `x` to every rank."""
-    tree_broadcast(group, x, root)
-
-
 def all_gather(group: Group, x: Array, rows: Array) -> None:
     """Fill `rows` (P n,) with every rank's `x` (n,)."""
     chunks(rows, group.link.size)[group.link.rank][:] = x
@@ -69,7 +65,7 @@ def all_gather_uneven(group: Group, x: Array, outputs: Arrays) -> None:
     """Fill output r with rank r's `x`; each is broadcast by its owner."""
     outputs[group.link.rank][:] = x
     for root, output in enumerate(outputs):
-        tree_broadcast(group, output, root)
+        broadcast(group, output, root)
 
 
 def reduce_scatter(group: Group, rows: Array, name: str, output: Array, ordered: bool) -> None:
@@ -92,35 +88,16 @@ def _reduce_rows(group: Group, rows: Array, op: Operation) -> Array:
 
 def gather(group: Group, inputs: Arrays, outputs: Arrays, root: int) -> None:
     """Fill the root's output r with the only input of rank r."""
-    link = group.link
-    if link.rank == root:
+    if group.link.rank == root:
         outputs[root][:] = inputs[0]
-        requests = [link.irecv(output, r) for r, output in enumerate(outputs) if r != root]
-    else:
-        requests = [link.isend(inputs[0], root)]
-    for request in requests:
-        request.wait()
+    gather_parts(group, inputs[0], outputs, root)
 
 
 def scatter(group: Group, inputs: Arrays, outputs: Arrays, root: int) -> None:
     """Fill the only output of rank r with the root's input r."""
-    link = group.link
-    if link.rank == root:
+    if group.link.rank == root:
         outputs[0][:] = inputs[root]
-        requests = [link.isend(x, r) for r, x in enumerate(inputs) if r != root]
-    else:
-        requests = [link.irecv(outputs[0], root)]
-    for request in requests:
-        request.wait()
-
-
-def all_to_all_uneven(group: Group, inputs: Arrays, outputs: Arrays) -> None:
-    """Fill output r with rank r's input for this rank; step s pairs ranks at distance s."""
-    link = group.link
-    outputs[link.rank][:] = inputs[link.rank]
-    for step in range(1, link.size):
-        target, source = (link.rank + step) % link.size, (link.rank - step) % link.size
-        link.sendrecv(inputs[target], target, outputs[source], source)
+    scatter_parts(group, inputs, outputs[0], root)
 
 
 def _do_nothing() -> None:

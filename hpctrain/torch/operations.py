@@ -6,7 +6,7 @@ node, or with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -45,11 +45,12 @@ class Operations:
         operation: bytes,
         nbytes: int,
         call: Callable[[], Any],
-        is_async: bool,
         tensors: Tensors,
+        opts: Any,
+        *,
         sources: Tensors = (),
     ) -> Any:
-        """Run a collective, or start it where it is asynchronous; return its Work.
+        """Run a collective, or start it where `opts` say that it is asynchronous; return its Work.
 
         `tensors`: the results. `sources`: what it reads, where a rank may have no result.
         """
@@ -58,12 +59,12 @@ class Operations:
                 if tensor.is_cuda:
                     call = partial(_call_in_stream, call, own_stream(tensor))
                     break
-        if not is_async:
+        if not _is_async(opts):
             self.communicator.progress.run(operation, nbytes, call)
             return _FINISHED
         if torch.is_inference_mode_enabled():  # each thread has a mode of its own
             call = torch.inference_mode()(call)
-        work = self.communicator.progress.start(Operation(operation, nbytes, call), tensors)
+        work = self.communicator.progress.start(Operation(operation, nbytes, call), list(tensors))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -109,6 +110,22 @@ class BatchWork(FinishedWork):
         return all(work.is_completed() for work in self._works)
 
 
-def is_async(opts: Any) -> bool:
+def for_each(function: Callable[..., Any], *lists: Iterable[Any]) -> None:
+    """Call `function` with the first elements of all `lists`, then with the next ones."""
+    for elements in zip(*lists, strict=True):
+        function(*elements)
+
+
+def total_bytes(tensors: Tensors) -> int:
+    """Return the length of `tensors` together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Return what must be equal on all ranks of a tensor."""
+    return f"{tensor.dtype} {tensor.numel()} on {tensor.device.type}"
+
+
+def _is_async(opts: Any) -> bool:
     """Return whether a call with options `opts` is asynchronous; from C++ it is by default."""
     return getattr(opts, "asyncOp", True)

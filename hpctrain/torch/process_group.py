@@ -20,7 +20,7 @@ from hpctrain.torch.job import check_limit, end_after_loss, start_job, uses_thre
 from hpctrain.torch.operations import BatchWork
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
-from hpctrain.torch.work import MessageWork, RunningWork
+from hpctrain.torch.work import MessageWork, OperationWork, RunningWork
 from hpctrain.world import World
 
 
@@ -112,29 +112,25 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
         self._rank, self._size, self._store = rank, size, store
         self._name = self._description = ""
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return BACKEND
-
-    def _get_backend_name(self) -> str:
-        return BACKEND
-
     def name(self) -> str:
         return BACKEND
 
-    def getRank(self) -> int:  # noqa: N802
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802
-        return self._size
+    getBackendName = _get_backend_name = name  # noqa: N815
 
     def rank(self) -> int:
         return self._rank
 
+    getRank = rank  # noqa: N815
+
     def size(self) -> int:
         return self._size
 
+    getSize = size  # noqa: N815
+
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
+
+    group_name = property(getGroupName)
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
@@ -144,18 +140,12 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
 
+    group_desc = property(getGroupDesc)
+
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
     _set_group_desc = setGroupDesc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
 
     def get_group_store(self) -> Any:
         return self._store
@@ -209,7 +199,8 @@ def _keep_compilers_out() -> None:
     would trace them.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for family in (Reductions, DataMovement, PointToPoint, RunningWork, MessageWork, BatchWork):
+    works = OperationWork, RunningWork, MessageWork, BatchWork
+    for family in (Reductions, DataMovement, PointToPoint, *works):
         for method in filter(isfunction, vars(family).values()):
             eval_frame.set_code_exec_strategy(method.__code__, skip)
 

@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.torch import collectives, sparse
 from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.job import is_ordered
-from hpctrain.torch.operations import Operations, is_async
+from hpctrain.torch.operations import Operations, describe, for_each, total_bytes
 from hpctrain.torch.tensors import as_array, copy_back, is_dense
 
 Tensor: TypeAlias = torch.Tensor
@@ -45,80 +45,71 @@ class Reductions(Operations):
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce the tensor in place over all ranks."""
         tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
-        op, asynchronous = _reduction(opts)
+        op = _reduce_op(opts)
         if tensor.layout is not torch.strided:
             call: Callable[[], Any] = partial(sparse.all_reduce, self.group, tensor)
-            return self.start(b"all_reduce sparse", 0, call, asynchronous, [tensor])
+            return self.start(b"all_reduce sparse", 0, call, [tensor], opts)
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op))
-        call = self._bound_calls.get(key) or self._bind_all_reduce(tensor, op, key)
-        return self.start(b"all_reduce", tensor.nbytes, call, asynchronous, [tensor])
+        call = self._bound_calls.get(key) or self._find_all_reduce(tensor, op, key)
+        return self.start(b"all_reduce", tensor.nbytes, call, [tensor], opts)
 
-    def _bind_all_reduce(self, tensor: Tensor, op: Any, key: Any) -> Callable[[], Any]:
+    def _find_all_reduce(self, tensor: Tensor, op: Any, key: Any) -> Callable[[], Any]:
         """Return the call that reduces `tensor`, bound to its address if it is dense.
 
         A bound call stays right for any later tensor with the same address, length and dtype.
         """
-        name = _NAME_OF_OP[key[-1]]
         if key[-1] == _PREMUL_SUM:
             return partial(self._premultiplied_sum, tensor, op)
+        name = _NAME_OF_OP[key[-1]]
         if not is_dense(tensor):
             return partial(self._all_reduce_copy, tensor, name)
+        return partial(self._bind_and_call, tensor, name, key)
 
-        def bind_and_call() -> None:
-            x, text = as_array(tensor), f"all_reduce {name} of {tensor.dtype} {tensor.numel()}"
-            call = collectives.bind_all_reduce(
-                self.group, x, name, self._ordered, self.signature(text)
-            )
-            if len(self._bound_calls) >= _MAX_BOUND_CALLS:
-                self._bound_calls.clear()
-            self._bound_calls[key] = call
-            call()
+    def _bind(self, tensor: Tensor, name: str) -> Callable[[], Any]:
+        text = f"all_reduce {name} of {describe(tensor)}"
+        x, call = as_array(tensor), self.signature(text)
+        return collectives.bind_all_reduce(self.group, x, name, self._ordered, call)
 
-        return bind_and_call
+    def _bind_and_call(self, tensor: Tensor, name: str, key: Any) -> None:
+        call = self._bind(tensor, name)
+        if len(self._bound_calls) >= _MAX_BOUND_CALLS:
+            self._bound_calls.clear()
+        self._bound_calls[key] = call
+        call()
+
+    def _all_reduce_copy(self, tensor: Tensor, name: str) -> None:
+        staged = tensor.contiguous()
+        self._bind(staged, name)()
+        copy_back(staged, tensor)
 
     def _premultiplied_sum(self, tensor: Tensor, op: Any) -> None:
         with torch.no_grad():
             tensor.mul_(op.factor)
         self._all_reduce_copy(tensor, "sum")
 
-    def _all_reduce_copy(self, tensor: Tensor, name: str) -> None:
-        staged = tensor.contiguous()
-        x, text = as_array(staged), f"all_reduce {name} of {tensor.dtype} {tensor.numel()}"
-        group = self.group
-        collectives.bind_all_reduce(group, x, name, self._ordered, self.signature(text))()
-        copy_back(staged, tensor)
-
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduce several tensors in place, as one message where they have one dtype."""
-        op, asynchronous = _reduction(opts)
-        name = _NAME_OF_OP[hash(op)]
+        name, is_alike = _NAME_OF_OP[hash(_reduce_op(opts))], len({t.dtype for t in tensors}) == 1
+        each = partial(for_each, partial(self._all_reduce_copy, name=name), tensors)
+        call = partial(self._all_reduce_joined, tensors, name) if is_alike else each
+        return self.start(b"all_reduce coalesced", total_bytes(tensors), call, tensors, opts)
 
-        def reduce_all() -> None:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            self._all_reduce_copy(flat, name)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                copy_back(part.view_as(tensor), tensor)
-
-        def reduce_each() -> None:
-            for tensor in tensors:
-                self._all_reduce_copy(tensor, name)
-
-        call = reduce_all if len({tensor.dtype for tensor in tensors}) == 1 else reduce_each
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return self.start(b"all_reduce coalesced", nbytes, call, asynchronous, list(tensors))
+    def _all_reduce_joined(self, tensors: Tensors, name: str) -> None:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self._all_reduce_copy(flat, name)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            copy_back(part.view_as(tensor), tensor)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduce the tensor in place on the root; others are unchanged."""
-        tensor, name = tensors[0], _NAME_OF_OP[hash(opts.reduceOp)]
+        call = partial(self._reduce, tensors[0], _NAME_OF_OP[hash(opts.reduceOp)], opts.rootRank)
+        return self.start(b"reduce", tensors[0].nbytes, call, tensors[:1], opts)
 
-        def call() -> None:
-            staged = tensor.contiguous()
-            text = f"reduce {name} to {opts.rootRank} of {tensor.dtype} {tensor.numel()}"
-            self.must_match(text)
-            collectives.reduce(self.group, as_array(staged), name, opts.rootRank)
-            copy_back(staged, tensor)
-
-        return self.start(b"reduce", tensor.nbytes, call, is_async(opts), [tensor])
+    def _reduce(self, tensor: Tensor, name: str, root: int) -> None:
+        self.must_match(f"reduce {name} to {root} of {describe(tensor)}")
+        staged = tensor.contiguous()
+        collectives.reduce(self.group, as_array(staged), name, root)
+        copy_back(staged, tensor)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
         """Reduce the list of tensors, and keep this rank's."""
@@ -142,20 +133,15 @@ class Reductions(Operations):
         self, operation: bytes, outputs: Tensors, inputs: Sequence[Tensor | Tensors], opts: Any
     ) -> Any:
         """Start the reduction of each input, a tensor or a list of P tensors; return the Work."""
-        op, asynchronous = _reduction(opts)
+        reduce = partial(self._reduce_scatter_rows, op=_reduce_op(opts))
+        call = partial(for_each, reduce, outputs, inputs)
+        return self.start(operation, total_bytes(outputs), call, outputs, opts)
 
-        def call() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                self._reduce_scatter_rows(output, _flat_copy(source), op)
-
-        nbytes = sum(output.nbytes for output in outputs)
-        return self.start(operation, nbytes, call, asynchronous, list(outputs))
-
-    def _reduce_scatter_rows(self, output: Tensor, rows: Tensor, op: Any) -> None:
-        name = _NAME_OF_OP[hash(op)]
+    def _reduce_scatter_rows(self, output: Tensor, source: Tensor | Tensors, op: Any) -> None:
+        name, rows = _NAME_OF_OP[hash(op)], _flat_copy(source)
         if hash(op) == _PREMUL_SUM:
             rows.mul_(op.factor)
-        self.must_match(f"reduce_scatter {name} of {rows.dtype} {rows.numel()}")
+        self.must_match(f"reduce_scatter {name} of {describe(rows)}")
         staged, group = output.contiguous(), self.group
         collectives.reduce_scatter(group, as_array(rows), name, as_array(staged), self._ordered)
         copy_back(staged, output)
@@ -170,10 +156,9 @@ def _flat_copy(source: Tensor | Tensors) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in source])
 
 
-def _reduction(opts: Any) -> tuple[Any, bool]:
-    """Return the ReduceOp of the options of a call, and whether it is asynchronous."""
+def _reduce_op(opts: Any) -> Any:
+    """Return the ReduceOp of the options of a call."""
     if opts is None:
-        return dist.ReduceOp.SUM, True
-    if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        return opts, True
-    return opts.reduceOp, opts.asyncOp
+        return dist.ReduceOp.SUM
+    is_op = isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType))
+    return opts if is_op else opts.reduceOp

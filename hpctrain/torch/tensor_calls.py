@@ -21,7 +21,14 @@ from hpctrain.collectives.signature import fault_signature, must_match
 from hpctrain.core.errors import UsageError
 from hpctrain.torch.job import start_job
 from hpctrain.torch.modules.inputs import as_tensor
-from hpctrain.torch.tensors import as_array, copy_back, numpy_dtype, own_stream
+from hpctrain.torch.tensors import (
+    as_array,
+    as_plain,
+    copy_back,
+    find_layout_fault,
+    numpy_dtype,
+    own_stream,
+)
 from hpctrain.world import World
 from hpctrain.world.calls import calls
 
@@ -142,7 +149,7 @@ def _dense(name: str, tensor: torch.Tensor, world: World, check: bool) -> Iterat
     """Yield `tensor`, or a contiguous copy; raise UsageError, with `check` on all ranks."""
     _raise_on_all(world, name, _find_fault(tensor), check)
     with own_stream(tensor):
-        yield tensor.detach().resolve_conj().resolve_neg().contiguous()
+        yield as_plain(tensor)
 
 
 def _raise_on_all(world: World, name: str, fault: str, check: bool) -> None:
@@ -159,11 +166,8 @@ def _find_fault(tensor: Any) -> str:
         return f"expected a tensor, seen {type(tensor).__name__}; arrays go to the calls of ht"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"expected a plain tensor, seen {type(tensor).__name__}; give its local tensor"
-    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        return (
-            f"expected a dense tensor of CPU or CUDA, seen {tensor.layout} on {tensor.device}; use "
-            ".to_dense() or .cpu()"
-        )
+    if fault := find_layout_fault(tensor):
+        return f"{fault}; use .to_dense() or .cpu()"
     if tensor.requires_grad and not tensor.is_leaf:
         return (
             "expected a tensor without a graph, seen one that autograd follows "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -56,6 +56,18 @@ def as_array(tensor: torch.Tensor) -> Any:
 def as_bytes(tensor: torch.Tensor) -> Any:
     """Return contiguous `tensor`, of any dtype, as a flat array of uint8."""
     return _alias(tensor, np.dtype(np.uint8))
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` without a graph, contiguous; a copy only where it has another layout."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def find_layout_fault(tensor: torch.Tensor) -> str:
+    """Return why no collective takes memory as that of `tensor`; empty if one does."""
+    if tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda"):
+        return ""
+    return f"expected a dense tensor of CPU or CUDA, seen {tensor.layout} on {tensor.device}"
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -146,9 +158,3 @@ def copy_back(staged: torch.Tensor, target: torch.Tensor) -> None:
     if staged is not target and staged.data_ptr() != target.data_ptr():
         with torch.no_grad():
             target.copy_(staged)
-
-
-def copy_all_back(staged: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Copy each result to its target."""
-    for source, target in zip(staged, targets, strict=True):
-        copy_back(source, target)

@@ -20,13 +20,32 @@ from hpctrain.transport.mpi.tagged import TaggedMessages, TaggedRequest
 from hpctrain.watch import Entry
 
 
-class FinishedWork(Work):
-    """An operation that was over when it returned."""
+class OperationWork(Work):
+    """The handle of an operation whose results are tensors."""
 
     def __init__(self, tensors: Any = None):
         """`tensors`: the value of the future."""
         super().__init__()
         self._tensors = tensors
+
+    def result(self) -> Any:
+        """Return the list of result tensors, after a wait."""
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        """Wait without a limit."""
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that holds the result tensors, after a wait."""
+        future: Future[Any] = Future()
+        future.set_result(self.result())
+        return future
+
+
+class FinishedWork(OperationWork):
+    """An operation that was over when it returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True: there is nothing to wait for."""
@@ -35,33 +54,19 @@ class FinishedWork(Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
+    is_success = is_completed
 
     def exception(self) -> BaseException | None:
         return None
 
-    def result(self) -> Any:
-        """Return the list of result tensors."""
-        return self._tensors
 
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def get_future(self) -> Future[Any]:
-        """Return a future that holds the result tensors."""
-        future: Future[Any] = Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class RunningWork(Work):
+class RunningWork(OperationWork):
     """An operation that ends with a call of `finish` or `fail`, perhaps in another thread."""
 
     def __init__(self, tensors: Any, run: Callable[[RunningWork], None]):
         """`run(work)` runs the operation in the calling thread, unless another does so."""
-        super().__init__()
-        self._tensors, self._run = tensors, run
+        super().__init__(tensors)
+        self._run = run
         self._error: BaseException | None = None
         self._is_over, self._end = threading.Event(), Future[Any]()
         # An exception given to a future by `set_exception` reaches Python alone; one that is raised
@@ -102,15 +107,6 @@ class RunningWork(Work):
     def exception(self) -> BaseException | None:
         return self._error
 
-    def result(self) -> Any:
-        """Return the list of result tensors, after a wait."""
-        self.wait()
-        return self._tensors
-
-    def synchronize(self) -> None:
-        """Wait without a limit."""
-        self.wait()
-
     def get_future(self) -> Future[Any]:
         """Return the future of the result tensors."""
         return self._future
@@ -124,14 +120,14 @@ class Waits(Protocol):
     messages: TaggedMessages
 
 
-class MessageWork(Work):
+class MessageWork(OperationWork):
     """A tagged send or receive; the thread that waits drives it."""
 
     def __init__(
         self, request: TaggedRequest, tensor: torch.Tensor, target: torch.Tensor, waits: Waits
     ):
         """`tensor` holds the message; it is copied to `target` when the message has arrived."""
-        super().__init__()
+        super().__init__([target])
         self._request, self._tensor, self._target, self._waits = request, tensor, target, waits
         self._stream = own_stream(target)  # of the copy, after the present work of the caller
 
@@ -157,30 +153,13 @@ class MessageWork(Work):
     def is_completed(self) -> bool:
         return self._request.is_complete()
 
-    def is_success(self) -> bool:
-        return self._request.is_complete()
+    is_success = is_completed
 
     def source_rank(self) -> int:
         """Return the rank that has sent the message."""
         return self._request.peer
 
     _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        """Wait without a limit."""
-        self.wait()
-
-    def result(self) -> Any:
-        """Return the tensor in a list, after a wait."""
-        self.wait()
-        return [self._target]
-
-    def get_future(self) -> Future[Any]:
-        """Return a future of the tensor; waits for the message."""
-        self.wait()
-        future: Future[Any] = Future()
-        future.set_result([self._target])
-        return future
 
     def _copy_to_target(self) -> None:
         if self._target is not self._tensor:

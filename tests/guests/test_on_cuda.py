@@ -27,6 +27,7 @@ from guests.test_synchronous import one_thread  # noqa: F401  (a fixture)
 from ranks import on_gpus
 
 import hpctrain as ht
+from hpctrain.core.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.torch.data_movement import DataMovement
 from hpctrain.torch.gradient_sync.gradient_plane import GradientPlane
@@ -209,6 +210,28 @@ def ranks_that_only_send_find_their_gpu(world):
         assert all((y.cpu() == 2 * (r + 1)).all() for r, y in enumerate(targets))
 
 
+def a_tensor_on_the_host_beside_one_on_a_gpu_is_refused(world):
+    """On all ranks: some would wait for copies that others never make."""
+    group, on_host = Group(world), torch.ones(N)
+    group._compares_calls = True
+    x, whole = on_host, torch.zeros(SIZE * N)
+    if world.rank == 0:
+        x, whole = map(tensors.on_cuda, (x, whole))
+    options = SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, asyncOp=False)
+    for call in (
+        lambda: group.allreduce([x], options),
+        lambda: group.reduce([x], options),
+        lambda: group.reduce_scatter_single(x, whole, options),
+        lambda: group.broadcast([x], options),
+        lambda: group.gather([[x, x]], [x], options),
+        lambda: group.scatter([x], [[x, x]], options),
+        lambda: group.allgather([[x, x]], [x], options),
+        lambda: group.all_gather_single(whole, x, options),
+    ):
+        with pytest.raises(UsageError, match=r"on cuda.* on cpu"):
+            call()
+
+
 def messages_go_through_the_host(world):
     """After the work in the stream of each call, and before the work of whoever waits."""
     group, peer, x = Group(world), 1 - world.rank, rank_values(world)
@@ -320,6 +343,7 @@ BODIES = {
     "scratch": calls_in_several_streams_share_scratch_memory,
     "scratch of user calls": user_calls_in_several_streams_share_scratch_memory,
     "gather": ranks_that_only_send_find_their_gpu,
+    "devices": a_tensor_on_the_host_beside_one_on_a_gpu_is_refused,
     "messages": messages_go_through_the_host,
     "host": tensors_of_the_host_need_no_cupy,
     "dropped tensors": leaves_no_tensor_alive,

@@ -14,6 +14,7 @@ from hpctrain.horovod.torch.handles import synchronize
 from hpctrain.horovod.torch.job import rank
 from hpctrain.horovod.torch.movements import allgather, broadcast_, broadcast_async_
 from hpctrain.horovod.torch.process_sets import ProcessSet, global_process_set
+from hpctrain.torch.tensors import copy_back
 
 #: cloudpickle, where it is installed, pickles functions and classes of the script, too.
 PICKLER: Any = import_module("cloudpickle") if find_spec("cloudpickle") else pickle
@@ -50,9 +51,7 @@ def _broadcast_tensors(
         begun.append((broadcast_async_(dense, root_rank, f"{prefix}.{name}"), dense, tensor))
     for handle, dense, tensor in begun:
         synchronize(handle)
-        if dense.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(dense)
+        copy_back(dense, tensor)
 
 
 def broadcast_optimizer_state(

@@ -13,7 +13,7 @@ from hpctrain.horovod.torch.named.engine import Engine
 from hpctrain.horovod.torch.named.entries import Entry
 from hpctrain.horovod.torch.named.requests import ANY, UNNAMED, Request
 from hpctrain.horovod.torch.process_sets import ProcessSet, engine_of, global_process_set
-from hpctrain.torch.tensors import numpy_dtype
+from hpctrain.torch.tensors import as_plain, find_layout_fault, numpy_dtype
 
 Tensor: TypeAlias = torch.Tensor
 Tensors: TypeAlias = Sequence[Tensor]
@@ -81,7 +81,7 @@ def allreduce(
     shapes = tuple(tuple(source.shape) for source in sources)
     fields = {"op": op, "prescale": float(factors[0]), "postscale": float(factors[1])}
     entry = _make_entry(call, engine, sources, shapes, outputs, **fields)
-    entry.copies = _copies(outputs, targets)
+    entry.targets = targets
     engine.submit(entry, call.is_async)
     return Running(engine, entry, lambda _: make_result(targets))
 
@@ -106,7 +106,8 @@ def _check_mean(call: Call, op: str, tensor: Tensor) -> None:
 def allgather(call: Call, tensors: Tensors, make_result: Callable[[Any], Any] = list) -> Running:
     """Submit the gathering of `tensors`, whose first dimensions may differ between ranks."""
     engine, sources = engine_of(call.process_set), _dense(call, tensors)
-    entry = _make_entry(call, engine, sources, _row_shapes(sources))
+    shapes = tuple((ANY, *source.shape[1:]) for source in sources)
+    entry = _make_entry(call, engine, sources, shapes)
     engine.submit(entry, call.is_async)
     return Running(engine, entry, make_result)
 
@@ -120,7 +121,7 @@ def broadcast(call: Call, tensor: Tensor, root_rank: int, *, in_place: bool) -> 
     targets = [tensor] if in_place else outputs
     shapes = (tuple(tensor.shape),)
     entry = _make_entry(call, engine, sources, shapes, outputs, root=int(root_rank))
-    entry.copies = _copies(outputs, targets)
+    entry.targets = targets
     engine.submit(entry, call.is_async)
     return Running(engine, entry, lambda _: targets[0])
 
@@ -212,11 +213,8 @@ def _dense(call: Call, tensors: Tensors, computes: bool = False) -> list[Tensor]
         raise ValueError(f"{call.kind}: expected at least one tensor")
     kind = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
-        if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"{call.kind}: expected a dense tensor of CPU or CUDA, seen {tensor.layout} on "
-                f"{tensor.device}"
-            )
+        if fault := find_layout_fault(tensor):
+            raise ValueError(f"{call.kind}: {fault}")
         if (tensor.dtype, tensor.device) != kind:
             raise ValueError(
                 f"{call.kind}: expected tensors of one dtype and device, seen {kind[0]} on "
@@ -227,14 +225,4 @@ def _dense(call: Call, tensors: Tensors, computes: bool = False) -> list[Tensor]
             numpy_dtype(kind[0])
         except UsageError as error:
             raise ValueError(f"{call.kind}: {error}") from None
-    return [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-
-
-def _row_shapes(sources: Tensors) -> tuple[tuple[int, ...], ...]:
-    return tuple((ANY, *source.shape[1:]) for source in sources)
-
-
-def _copies(outputs: Tensors, targets: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of a result and its target elsewhere, as of other strides."""
-    pairs = zip(outputs, targets, strict=True)
-    return [(out, target) for out, target in pairs if out.data_ptr() != target.data_ptr()]
+    return list(map(as_plain, tensors))

@@ -8,6 +8,7 @@ import torch
 
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.torch.gradient_sync.gradient_plane import GradientPlane, Parameters, Totals
+from hpctrain.torch.gradient_sync.shared_state import kind_of
 from hpctrain.world import World
 
 
@@ -24,8 +25,8 @@ class GradientPlanes:
         """Replace the planes by new ones for `parameters`; collective."""
         self.close()
         planes = []
-        for kind in sorted({_kind(p) for p in parameters.values()}):
-            kind_parameters = {name: p for name, p in parameters.items() if _kind(p) == kind}
+        for kind in sorted({kind_of(p) for p in parameters.values()}):
+            kind_parameters = {name: p for name, p in parameters.items() if kind_of(p) == kind}
             planes.append(GradientPlane(world, kind_parameters, self._options))
         for plane in self._planes:
             plane.free()
@@ -103,7 +104,3 @@ class GradientPlanes:
         """End the communication threads."""
         for plane in self._planes:
             plane.close()
-
-
-def _kind(parameter: torch.Tensor) -> tuple[str, str]:
-    return str(parameter.dtype), str(parameter.device)

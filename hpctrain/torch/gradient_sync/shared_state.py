@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.small_messages import is_any
-from hpctrain.torch.tensors import as_bytes, own_stream
+from hpctrain.torch.tensors import as_bytes, copy_back, own_stream
 from hpctrain.world import World
 
 
@@ -49,15 +49,13 @@ def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:
     dense = tensor.detach().contiguous()
     with own_stream(dense):
         broadcast(group, as_bytes(dense))
-    if dense.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
-            tensor.copy_(dense)
+    copy_back(dense, tensor)
 
 
 def broadcast_buffers(group: Group, buffers: Sequence[torch.Tensor]) -> None:
     """Broadcast rank 0's buffers, in one message per dtype and device."""
-    for kind in sorted({_kind(buffer) for buffer in buffers}):
-        kind_buffers = [buffer for buffer in buffers if _kind(buffer) == kind]
+    for kind in sorted({kind_of(buffer) for buffer in buffers}):
+        kind_buffers = [buffer for buffer in buffers if kind_of(buffer) == kind]
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in kind_buffers])
         broadcast_tensor(group, flat)
         if group.link.rank > 0:
@@ -67,7 +65,8 @@ def broadcast_buffers(group: Group, buffers: Sequence[torch.Tensor]) -> None:
                     buffer.copy_(value.reshape(buffer.shape))
 
 
-def _kind(tensor: torch.Tensor) -> tuple[str, str]:
+def kind_of(tensor: torch.Tensor) -> tuple[str, str]:
+    """Return what the tensors of one message, or plane, have in common."""
     return str(tensor.dtype), str(tensor.device)
 
 

@@ -31,8 +31,8 @@ class Entry:
         """
         self.request, self.inputs, self.outputs = request, inputs, outputs
         self.splits, self.start_s = splits, perf_counter()
-        #: results and where they are copied in the end
-        self.copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        #: where `outputs` are copied in the end, unless they are there
+        self.targets: Sequence[torch.Tensor] = ()
         self.result: Any = None  #: what `synchronize` returns
         self.is_over, self.error, self.is_reported = False, "", False
         self.cause: BaseException | None = None

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 
+from hpctrain.collectives import broadcast
+from hpctrain.collectives.rooted import exchange_parts
 from hpctrain.core.errors import UsageError
 from hpctrain.horovod.torch.named.entries import Entry
 from hpctrain.horovod.torch.named.flat_reduction import (
@@ -31,7 +33,8 @@ from hpctrain.horovod.torch.named.requests import (
 )
 from hpctrain.horovod.torch.named.settings import Settings
 from hpctrain.torch import collectives
-from hpctrain.torch.tensors import as_array, as_bytes, own_stream
+from hpctrain.torch.operations import for_each
+from hpctrain.torch.tensors import as_array, as_bytes, copy_back, own_stream
 from hpctrain.world import World
 
 Tensor: TypeAlias = torch.Tensor
@@ -128,8 +131,7 @@ class Execution:
             ):
                 function(batch)
                 for entry in entries:
-                    if entry.copies:
-                        _copy_all(entry.copies)
+                    for_each(copy_back, entry.outputs, entry.targets)
         except UsageError as error:
             for entry in entries:
                 entry.fail(f"{entry.request}: {error}", error)
@@ -219,7 +221,7 @@ class Execution:
         if self._world.rank == root and target.data_ptr() != source.data_ptr():
             target.copy_(source)
         if self._group.link.size > 1 and target.numel():
-            collectives.broadcast(self._group, as_bytes(target), root)
+            broadcast(self._group, as_bytes(target), root)
         return [target]
 
     def _all_to_all(self, entry: Entry) -> tuple[Tensor, Tensor]:
@@ -228,9 +230,7 @@ class Execution:
         rows = self._gather_numbers(entry.splits)[:, self._world.rank].tolist()
         result = source.new_empty((sum(rows), *source.shape[1:]))
         sent, received = source.split(list(entry.splits)), result.split(rows)
-        collectives.all_to_all_uneven(
-            self._group, list(map(as_bytes, sent)), list(map(as_bytes, received))
-        )
+        exchange_parts(self._group, list(map(as_bytes, sent)), list(map(as_bytes, received)))
         return result, torch.tensor(rows, dtype=torch.int32)
 
     def _reduce_scatter(self, entry: Entry) -> list[Tensor]:
@@ -256,12 +256,6 @@ class Execution:
 
 def _length(request: Request) -> int:
     return sum(map(math.prod, request.shapes))
-
-
-def _copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for source, target in copies:
-            target.copy_(source)
 
 
 @contextmanager
