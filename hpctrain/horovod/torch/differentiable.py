@@ -13,7 +13,7 @@ sum of all ranks' losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -28,53 +28,57 @@ Tensor: TypeAlias = torch.Tensor
 Factors: TypeAlias = tuple[float, float]
 
 
-def _needs_graph(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+#: An operation on tensors; returns its results.
+Run: TypeAlias = Callable[[Call, Sequence[Tensor]], Iterable[Any]]
 
 
-def allreduce(call: Call, tensors: Sequence[Tensor], op: str, factors: Factors) -> list[Tensor]:
-    """Return the reductions of `tensors`."""
-    if _needs_graph(tensors):
-        return list(_AllReduce.apply(call, op, factors, *tensors))
-    return submission.allreduce(call, tensors, op, factors, in_place=False).wait()
+class _Operation(torch.autograd.Function):
+    """An operation, and another one on the gradients of its results."""
 
-
-class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, op: str, factors: Factors, *tensors: Tensor) -> Any:
-        ctx.call, ctx.op, ctx.factors = call._replace(name=None), op, factors
-        return tuple(submission.allreduce(call, tensors, op, factors, in_place=False).wait())
+    def forward(ctx: Any, call: Call, run: Run, run_backward: Run, *tensors: Tensor) -> Any:
+        ctx.call, ctx.run_backward = call._replace(name=None), run_backward
+        return tuple(run(call, tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        running = submission.allreduce(ctx.call, gradients, ctx.op, ctx.factors, in_place=False)
-        return None, None, None, *running.wait()
+        return None, None, None, *ctx.run_backward(ctx.call, gradients)
+
+
+def _apply(call: Call, run: Run, run_backward: Run, tensors: Sequence[Tensor]) -> list[Any]:
+    """Return the results of `run` on `tensors`; `run_backward` returns their gradients."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_Operation.apply(call, run, run_backward, *tensors))
+    return list(run(call, tensors))
+
+
+def allreduce(call: Call, tensors: Sequence[Tensor], op: str, factors: Factors) -> list[Tensor]:
+    """Return the reductions of `tensors`."""
+
+    def reduce(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return submission.allreduce(call, tensors, op, factors, in_place=False).wait()
+
+    return _apply(call, reduce, reduce, tensors)
 
 
 def allgather(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the gathered `tensors`; a scalar is a row."""
     tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
-    if _needs_graph(tensors):
-        return list(_AllGather.apply(call, *tensors))
-    return submission.allgather(call, tensors).wait()
+    rows = [len(tensor) for tensor in tensors]
 
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
-        ctx.call, ctx.rows = call._replace(name=None), [len(tensor) for tensor in tensors]
-        return tuple(submission.allgather(call, tensors).wait())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        call, rows = ctx.call, torch.tensor(ctx.rows)
-        counts = submission.allgather(call, [rows]).wait()[0].view(-1, len(rows))
+    def take_own_rows(call: Call, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+        counts = _gather(call, [torch.tensor(rows)])[0].view(-1, len(rows))
         means = _mean(call, gradients)
         before = counts[: call.process_set.rank()].sum(0).tolist()
-        own = zip(means, before, ctx.rows, strict=True)
-        return None, *(mean.narrow(0, start, count) for mean, start, count in own)
+        own = zip(means, before, rows, strict=True)
+        return (mean.narrow(0, start, count) for mean, start, count in own)
+
+    return _apply(call, _gather, take_own_rows, tensors)
+
+
+def _gather(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return submission.allgather(call, tensors).wait()
 
 
 def _mean(call: Call, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -84,67 +88,43 @@ def _mean(call: Call, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 def broadcast(call: Call, tensor: Tensor, root: int) -> Tensor:
     """Return the tensor of rank `root`."""
-    if _needs_graph([tensor]):
-        return _Broadcast.apply(call, root, tensor)
-    return submission.broadcast(call, tensor, root, in_place=False).wait()
 
+    def send(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [submission.broadcast(call, tensors[0], root, in_place=False).wait()]
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, root: int, tensor: Tensor) -> Any:
-        ctx.call, ctx.root = call._replace(name=None), root
-        return submission.broadcast(call, tensor, root, in_place=False).wait()
+    def return_to_root(call: Call, gradients: Sequence[Tensor]) -> list[Tensor]:
+        (mean,) = _mean(call, gradients)
+        return [mean if rank() == root else torch.zeros_like(mean)]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (mean,) = _mean(ctx.call, [gradient])
-        return None, None, mean if rank() == ctx.root else torch.zeros_like(mean)
+    return _apply(call, send, return_to_root, [tensor])[0]
 
 
 def alltoall(call: Call, tensor: Tensor, splits: Any) -> Any:
     """Return the rows that this rank received; with `splits` also their numbers by rank."""
-    if not _needs_graph([tensor]):
-        return submission.alltoall(call, tensor, splits).wait()
-    received, rows = _AllToAll.apply(call, splits, tensor)
-    return received if splits is None else (received, rows)
 
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, splits: Any, tensor: Tensor) -> Any:
-        running = submission.alltoall(call, tensor, splits)
+    def send(call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        running = submission.alltoall(call, tensors[0], splits)
         running.wait()
-        received, ctx.rows = running.entry.result
-        ctx.call = call._replace(name=None)
-        ctx.mark_non_differentiable(ctx.rows)
-        return received, ctx.rows
+        return running.entry.result
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        returned, _ = submission.alltoall(ctx.call, gradient, ctx.rows).wait()
-        return None, None, returned
+    def send_back(call: Call, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return submission.alltoall(call, gradients[0], rows).wait()[:1]
+
+    received, rows = _apply(call, send, send_back, [tensor])
+    return received if splits is None else (received, rows)
 
 
 def reducescatter(call: Call, tensors: Sequence[Tensor], op: int, factors: Factors) -> list[Tensor]:
     """Return this rank's rows of the reduced `tensors`."""
-    if _needs_graph(tensors):
-        return list(_ReduceScatter.apply(call, op, factors, *tensors))
-    return submission.reducescatter(call, tensors, op, factors).wait()
 
+    def reduce(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return submission.reducescatter(call, tensors, op, factors).wait()
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, op: int, factors: Factors, *tensors: Tensor) -> Any:
-        ctx.call = call._replace(name=None, kind=ALLGATHER)
-        ctx.factor = factors[0] * factors[1]
+    def gather(call: Call, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+        factor: Any = factors[0] * factors[1]
         if op == Sum:
-            ctx.factor *= call.process_set.size()
-        return tuple(submission.reducescatter(call, tensors, op, factors).wait())
+            factor *= call.process_set.size()
+        gathered = _gather(call._replace(kind=ALLGATHER), gradients)
+        return (gradient * factor for gradient in gathered)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gathered = submission.allgather(ctx.call, gradients).wait()
-        return None, None, None, *(gradient * ctx.factor for gradient in gathered)
+    return _apply(call, reduce, gather, tensors)
