@@ -87,6 +87,17 @@ except hvd.HorovodInternalError:
         ["has ended"],
         {},
     ),
+    "a rank that has shut down": (
+        f"""
+if rank == 1:
+    hvd.allreduce_async({TENSOR}, name="alone")
+    hvd.shutdown()
+    time.sleep(1000)
+hvd.allreduce({TENSOR})
+""",
+        ["Horovod has been shut down: rank 1 has ended or called hvd.shutdown()"],
+        {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"},
+    ),
     "no number": (
         "",
         ["HOROVOD_FUSION_THRESHOLD: expected a number >= 0, seen 'much'"],
@@ -126,6 +137,40 @@ assert used_s < 0.2, f"{{used_s}} s of CPU in a second without operations"
 
 def test_a_rank_outside_of_a_set_is_not_waited_for_and_idle_ranks_use_no_core(start, tmp_path):
     ended = start("-c", APART, tmp_path / "done", ranks=3).finish(timeout=200)
+    assert ended.returncode == 0, ended.stderr
+
+
+#: Begins again, also after an operation that other ranks did not submit, with sets of ranks.
+AGAIN = (
+    START
+    + f"""
+from hpctrain.horovod.torch.job import state
+from hpctrain.transport.mpi.link import MpiLink
+make, free, links, counts = MpiLink.__init__, MpiLink.free, [], []
+def make_counted(link, *args, **options):
+    links.append(link)
+    make(link, *args, **options)
+def free_counted(link):
+    links[:] = [other for other in links if other is not link]
+    free(link)
+MpiLink.__init__, MpiLink.free = make_counted, free_counted
+for i in range(5):
+    own = hvd.add_process_set([0, 1])
+    assert float(hvd.allreduce({TENSOR}, op=hvd.Sum)) == hvd.size()
+    if rank < 2:
+        hvd.allreduce({TENSOR}, process_set=own)
+    if rank == i % 3:
+        hvd.allreduce_async({TENSOR}, name="alone")
+    hvd.shutdown()
+    hvd.init()
+    counts.append((len(links), len(state().world.sub_worlds)))
+assert len(set(counts[1:])) == 1, counts
+"""
+)
+
+
+def test_links_are_given_back_where_a_job_begins_again(start):
+    ended = start("-c", AGAIN, ranks=3).finish(timeout=200)
     assert ended.returncode == 0, ended.stderr
 
 

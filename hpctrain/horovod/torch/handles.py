@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from hpctrain.horovod.torch.named.entries import Entry
 from hpctrain.horovod.torch.named.requests import BARRIER, JOIN, Request
 from hpctrain.horovod.torch.process_sets import ProcessSet, engine_of, global_process_set
 from hpctrain.horovod.torch.submission import Call, Running, make_name
@@ -39,16 +38,10 @@ def join(device: int = -1) -> int:
     For ranks with fewer batches. Returns the rank that joined last. `device`: ignored, tensors lie
     where other ranks have them.
     """
-    engine = engine_of(global_process_set)
-    entry = Entry(Request(JOIN, JOIN))
-    engine.submit(entry, is_async=False)
-    engine.finish(entry, limit_s=float("inf"))
-    return entry.result
+    return engine_of(global_process_set).run(Request(JOIN, JOIN), limit_s=float("inf"))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once all ranks have called, and what they submitted before has run."""
     engine = engine_of(process_set)
-    entry = Entry(Request(make_name(Call(BARRIER, None), engine), BARRIER))
-    engine.submit(entry, is_async=False)
-    engine.finish(entry)
+    engine.run(Request(make_name(Call(BARRIER, None), engine), BARRIER))

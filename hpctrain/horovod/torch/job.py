@@ -35,22 +35,36 @@ class State:
 
 
 _state: State | None = None
+#: what the last `end` has closed: the next job of the same ranks gives back its links
+_closed: list[Engine] = []
 #: called after a loss of ranks
 _renewals: list[weakref.WeakMethod[Callable[[], Any]]] = []
 
 
-def begin(world: World, settings: Settings) -> None:
-    """Let the ranks of `world` be the job, with an engine for all of them; collective."""
+def can_free(world: World) -> bool:
+    """Return whether the ranks of `world` can give back the links of the last job."""
+    return all(engine.is_intact and engine.world.parent is world for engine in _closed)
+
+
+def begin(world: World, settings: Settings, *, frees: bool) -> None:
+    """Let the ranks of `world` be the job, with an engine for all of them; collective.
+
+    `frees`: whether all ranks can give back the links of the last job.
+    """
     global _state
+    for engine in _closed if frees else ():
+        engine.free()
+    _closed.clear()
     _state = State(world, settings)
     add_engine(0, range(world.size))
 
 
 def end() -> None:
-    """Let operations under way fail, and have no job."""
+    """Let operations under way fail, on all ranks, and have no job."""
     global _state
     if _state is not None:
-        close_engines()
+        _closed[:] = _state.engines.values()
+        close_engines(tells=True)
     _state = None
 
 
@@ -107,11 +121,11 @@ def renew() -> None:
             method()
 
 
-def close_engines() -> None:
-    """End the engine of each process set; waits for no rank."""
+def close_engines(*, tells: bool = False) -> None:
+    """End the engine of each process set; `tells` the other ranks, see `Engine.close`."""
     engines = state().engines
     for engine in engines.values():
-        engine.close()
+        engine.close(tells=tells)
     engines.clear()
 
 

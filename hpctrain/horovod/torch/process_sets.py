@@ -7,7 +7,6 @@ from typing import Any
 
 from hpctrain.horovod.torch import job
 from hpctrain.horovod.torch.named.engine import Engine
-from hpctrain.horovod.torch.named.entries import Entry
 from hpctrain.horovod.torch.named.requests import SET, Request
 
 
@@ -88,7 +87,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     world = job.state().world
     if process_set.ranks is None:
-        process_set.ranks = _ranks_of(process_set.mpi_comm)
+        process_set.ranks = sorted(process_set.mpi_comm.allgather(job.rank()))
     ranks = process_set.ranks
     if not ranks or sorted({*ranks}) != ranks or not 0 <= ranks[0] <= ranks[-1] < world.size:
         raise ValueError(f"expected different ranks of 0 to {world.size - 1}, seen {ranks}")
@@ -126,12 +125,5 @@ def engine_of(process_set: ProcessSet) -> Engine:
 
 def _agree(verb: str, ranks: Sequence[int]) -> None:
     """Return once all ranks have called to add or remove the set of `ranks`."""
-    engine = job.state().engines[0]
-    entry = Entry(Request(f"{verb} a process set", SET, shapes=(tuple(ranks),)))
-    engine.submit(entry, is_async=False)
-    engine.finish(entry)
-
-
-def _ranks_of(comm: Any) -> list[int]:
-    """Return the global ranks of the processes of `comm`; collective over all ranks."""
-    return sorted(comm.allgather(job.rank()))
+    request = Request(f"{verb} a process set", SET, shapes=(tuple(ranks),))
+    job.state().engines[0].run(request)

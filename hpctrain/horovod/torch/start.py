@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from hpctrain.collectives.small_messages import is_any
 from hpctrain.core.errors import UsageError
 from hpctrain.horovod.torch import job, timeline
 from hpctrain.horovod.torch import process_sets as sets
@@ -40,8 +41,8 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
             raise UsageError(f"hvd.init(comm={ranks}): rank {world.rank} is not among these ranks")
         world = world.subset(ranks)
     # Variables may be set on some ranks only.
-    settings = Settings(*world.from_first(lambda: settings))
-    job.begin(world, settings._replace(threaded=uses_threads(world)))
+    chosen = Settings(*world.from_first(lambda: settings))._replace(threaded=uses_threads(world))
+    job.begin(world, chosen, frees=not is_any(world.link, not job.can_free(world)))
     if world.rank == 0:
         announce_ignored(os.environ)
     timeline.start_by_variable()

@@ -79,11 +79,12 @@ def allreduce(
     outputs = sources if in_place else [torch.empty_like(source) for source in sources]
     targets = tensors if in_place else outputs
     shapes = tuple(tuple(source.shape) for source in sources)
-    fields = {"op": op, "prescale": float(factors[0]), "postscale": float(factors[1])}
-    entry = _make_entry(call, engine, sources, shapes, outputs, **fields)
-    entry.targets = targets
-    engine.submit(entry, call.is_async)
-    return Running(engine, entry, lambda _: make_result(targets))
+    before, after = map(float, factors)
+    fields: dict[str, Any] = {"op": op, "prescale": before, "postscale": after}
+    return _submit(
+        call, engine, sources, shapes, lambda _: make_result(targets),
+        outputs=outputs, targets=targets, **fields,
+    )  # fmt: skip
 
 
 def _check_adasum(tensors: Tensors, process_set: ProcessSet) -> None:
@@ -107,9 +108,7 @@ def allgather(call: Call, tensors: Tensors, make_result: Callable[[Any], Any] = 
     """Submit the gathering of `tensors`, whose first dimensions may differ between ranks."""
     engine, sources = engine_of(call.process_set), _dense(call, tensors)
     shapes = tuple((ANY, *source.shape[1:]) for source in sources)
-    entry = _make_entry(call, engine, sources, shapes)
-    engine.submit(entry, call.is_async)
-    return Running(engine, entry, make_result)
+    return _submit(call, engine, sources, shapes, make_result)
 
 
 def broadcast(call: Call, tensor: Tensor, root_rank: int, *, in_place: bool) -> Running:
@@ -120,10 +119,10 @@ def broadcast(call: Call, tensor: Tensor, root_rank: int, *, in_place: bool) -> 
     outputs = sources if in_place else [torch.empty_like(sources[0])]
     targets = [tensor] if in_place else outputs
     shapes = (tuple(tensor.shape),)
-    entry = _make_entry(call, engine, sources, shapes, outputs, root=int(root_rank))
-    entry.targets = targets
-    engine.submit(entry, call.is_async)
-    return Running(engine, entry, lambda _: targets[0])
+    return _submit(
+        call, engine, sources, shapes, lambda _: targets[0],
+        outputs=outputs, targets=targets, root=int(root_rank),
+    )  # fmt: skip
 
 
 def alltoall(call: Call, tensor: Tensor, splits: Tensor | Sequence[int] | None) -> Running:
@@ -134,10 +133,8 @@ def alltoall(call: Call, tensor: Tensor, splits: Tensor | Sequence[int] | None) 
     engine = engine_of(call.process_set)
     (source,) = _dense(call, [tensor])
     rows, size = _split_rows(source, splits, engine.world.size), source.shape[1:]
-    entry = _make_entry(call, engine, [source], ((ANY, *size),))
-    entry.splits = rows
-    engine.submit(entry, call.is_async)
-    return Running(engine, entry, first if splits is None else tuple)
+    make_result: Callable[[Any], Any] = first if splits is None else tuple
+    return _submit(call, engine, [source], ((ANY, *size),), make_result, splits=rows)
 
 
 def _split_rows(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
@@ -181,9 +178,7 @@ def reducescatter(
     shapes = tuple(tuple(source.shape) for source in sources)
     before, after = map(float, factors)
     fields: dict[str, Any] = {"op": name, "prescale": before, "postscale": after}
-    entry = _make_entry(call, engine, sources, shapes, **fields)
-    engine.submit(entry, call.is_async)
-    return Running(engine, entry, make_result)
+    return _submit(call, engine, sources, shapes, make_result, **fields)
 
 
 def make_name(call: Call, engine: Engine) -> str:
@@ -193,18 +188,26 @@ def make_name(call: Call, engine: Engine) -> str:
     return f"{call.kind}{UNNAMED}{engine.next_number(call.kind)}"
 
 
-def _make_entry(
+def _submit(
     call: Call,
     engine: Engine,
     sources: Tensors,
     shapes: tuple[tuple[int, ...], ...],
+    make_result: Callable[[Any], Any],
+    *,
     outputs: Tensors = (),
+    targets: Tensors = (),
+    splits: Sequence[int] = (),
     **fields: Any,
-) -> Entry:
+) -> Running:
+    """Submit a request with `fields`; see Entry for the tensors."""
     tensor = sources[0]
     dtype, device = str(tensor.dtype)[len("torch.") :], tensor.device.type
     name = make_name(call, engine)
-    return Entry(Request(name, call.kind, dtype, shapes, device=device, **fields), sources, outputs)
+    request = Request(name, call.kind, dtype, shapes, device=device, **fields)
+    entry = Entry(request, sources, outputs, targets, splits)
+    engine.submit(entry, call.is_async)
+    return Running(engine, entry, make_result)
 
 
 def _dense(call: Call, tensors: Tensors, computes: bool = False) -> list[Tensor]:

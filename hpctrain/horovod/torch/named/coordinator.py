@@ -17,6 +17,8 @@ from hpctrain.horovod.torch.named.requests import (
     ALLREDUCE,
     BARRIER,
     JOIN,
+    LEAVE,
+    SHUTDOWN,
     Decision,
     Request,
 )
@@ -40,16 +42,27 @@ class Coordinator:
         self._ranks, self._size = tuple(ranks), len(ranks)
         self._submitted: dict[str, Submitted] = {}
         self._joined: list[int] = []
+        self._leaving: dict[int, int] = {}  # how often each rank has asked to leave
         self._decisions: list[Decision] = []
 
     def submit(self, rank: int, request: Request) -> None:
-        """Note that `rank` has submitted `request`."""
+        """Note that `rank` has submitted `request`.
+
+        A rank that leaves takes part in what it has submitted. Once there is nothing else, or
+        something that it will never submit, or if it asks again, all ranks shut down.
+        """
         if request.kind == JOIN:
             self._join(rank, request)
-            return
-        submitted = self._submitted.setdefault(request.name, Submitted())
-        submitted.requests[rank] = request
-        self._decide(request.name, submitted)
+        elif request.kind == SHUTDOWN:
+            self._leaving[rank] = self._leaving.get(rank, 0) + 1
+        else:
+            submitted = self._submitted.setdefault(request.name, Submitted())
+            submitted.requests[rank] = request
+            self._decide(request.name, submitted)
+        for leaving, calls in self._leaving.items():
+            own = [leaving in submitted.requests for submitted in self._submitted.values()]
+            if calls > 1 or not own or not all(own):
+                self._decisions.append(Decision(LEAVE, last_joined=leaving))
 
     def take_decisions(self) -> list[Decision]:
         """Return the decisions since the last call."""

@@ -20,21 +20,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from hpctrain.core.errors import LostRankError
 from hpctrain.core.printing import say
-from hpctrain.horovod.torch.named.coordinator import Coordinator
 from hpctrain.horovod.torch.named.entries import Entry, HorovodInternalError
 from hpctrain.horovod.torch.named.execution import Execution
+from hpctrain.horovod.torch.named.messages import Messages
 from hpctrain.horovod.torch.named.requests import (
     JOIN,
+    LEAVE,
+    SHUTDOWN,
     UNNAMED,
-    Codec,
-    Decision,
     Request,
     is_unnamed,
 )  # fmt: skip
@@ -42,13 +41,12 @@ from hpctrain.horovod.torch.named.settings import Settings
 from hpctrain.torch.communicator import make_world, nap_while_waiting
 from hpctrain.torch.progress import make_quiet_runner
 from hpctrain.transport.device import gpus
-from hpctrain.transport.mpi.mailbox import Mailbox
 from hpctrain.transport.pace import SPIN_S, Pace
 from hpctrain.watch.inside import ALL_RANKS
 from hpctrain.world import World
 
-COORDINATOR = 0
 GRACE_S = 5.0
+_SHUT_DOWN = "Horovod has been shut down"
 
 
 class Engine:
@@ -70,13 +68,11 @@ class Engine:
         self.ranks, self._settings = tuple(ranks), settings
         self.world = make_world(job, self.ranks, tag, settings.threaded)
         nap_while_waiting(self.world.main, settings.limit_s, settings.threaded)
-        self._mailbox = Mailbox(job.link.create_group(self.ranks, tag + 1))
+        self._messages = Messages(job.link.create_group(self.ranks, tag + 1), self.ranks)
         self._execution = Execution(self.world, self.ranks, settings)
         assert job.record is not None  # ranks are processes
         self._record = job.record.entry("horovod")
         self._gpu, self._has_thread = job.gpu, job.concurrent and len(self.ranks) > 1
-        self._coordinator = Coordinator(self.ranks) if self.world.rank == COORDINATOR else None
-        self._codec = Codec()
         self._quiet = make_quiet_runner()
         self._entries: dict[str, Entry] = {}
         self._unsent: deque[Entry] = deque()
@@ -88,6 +84,7 @@ class Engine:
         self._numbers: Counter[str] = Counter()  # of operations without a name, by kind
         self.failure: str = ""  #: why no operation can succeed any more
         self.has_lost = False  #: whether a lost rank is the reason
+        self.is_intact = True  #: whether a closed engine left no operation half done
 
     def next_number(self, kind: str) -> int:
         """Return the number of the next operation without a name."""
@@ -141,18 +138,42 @@ class Engine:
         if entry.error:
             raise HorovodInternalError(entry.error) from entry.cause
 
+    def run(self, request: Request, limit_s: float = 0.0) -> Any:
+        """Return the result of an operation without tensors, once it is over; see `finish`."""
+        entry = Entry(request)
+        self.submit(entry, is_async=False)
+        self.finish(entry, limit_s)
+        return entry.result
+
     def is_over(self, entry: Entry) -> bool:
         """Return whether `entry` is over; without a thread, look for messages."""
         if not self._has_thread and not self._poll(entry):
             self._check()
         return entry.is_over
 
-    def close(self) -> None:
-        """End the thread; operations under way that other ranks do not soon submit fail."""
-        with suppress(TimeoutError):
-            Pace(SPIN_S, GRACE_S).until(self._advance)
+    def close(self, *, tells: bool = False) -> None:
+        """End the thread; operations under way that other ranks do not soon submit fail.
+
+        With `tells` the other ranks learn of it, whose operations fail from then on, too. This rank
+        waits for an answer only where it has operations under way.
+        """
+        was_idle, tells = not self._entries, tells and not self.failure
+        if tells:
+            self.submit(Entry(LEAVE), is_async=False)
+
+        def is_over() -> bool:
+            return self._advance() or (was_idle and not self._unsent and not self._is_sending())
+
+        try:
+            Pace(SPIN_S, GRACE_S).until(is_over)
+        except TimeoutError:
+            if tells:  # it leaves without what it has submitted
+                self._unsent.append(Entry(LEAVE))
+                self._try_progress()
+        is_answered = was_idle or not self._entries
+        self.is_intact = is_answered and (self.failure or _SHUT_DOWN).startswith(_SHUT_DOWN)
         self._is_closed = True
-        self._break("Horovod has been shut down")
+        self._break(_SHUT_DOWN)
         self._wake.set()
         if self._thread is not None:
             self._thread.join(GRACE_S)
@@ -162,7 +183,7 @@ class Engine:
         assert self.world.parent is not None
         self.world.parent.sub_worlds.remove(self.world)
         self.world.main.free()
-        self._mailbox.free()
+        self._messages.free(self._settings.limit_s)
 
     def _poll(self, entry: Entry) -> bool:
         if not self._is_finished(entry):
@@ -189,7 +210,7 @@ class Engine:
 
     def _is_sending(self) -> bool:
         """Return whether messages are on their way; after a loss none arrives."""
-        return self._mailbox.has_unsent and not self.failure
+        return self._messages.mailbox.has_unsent and not self.failure
 
     def _progress(self) -> None:
         """Send what was submitted, look for messages, and run what all ranks have submitted."""
@@ -197,11 +218,17 @@ class Engine:
             self._break(self.failure)
             return
         try:
-            for decisions in self._exchange():  # a message at a time: all ranks fuse the same
+            requests = []
+            while self._unsent:
+                requests.append(self._unsent.popleft().request)
+            for decisions in self._messages.exchange(requests):  # all ranks fuse the same
                 for decision in decisions:
-                    self._codec.add(decision)
                     self._count_unnamed(decision.request)
                     self._execution.add(decision, self._entries)
+                    if decision.request.kind == SHUTDOWN:
+                        rank = self.ranks[decision.last_joined]
+                        self._break(f"{_SHUT_DOWN}: rank {rank} has ended or called hvd.shutdown()")
+                        return
                 self._quiet(self._execution.run)
         except LostRankError as error:
             self._lose(error)
@@ -214,30 +241,6 @@ class Engine:
         self._on_loss()
         self._break(self.failure)
 
-    def _exchange(self) -> Iterator[list[Decision]]:
-        """Yield new decisions, by message."""
-        mailbox, codec, coordinator = self._mailbox, self._codec, self._coordinator
-        submitted = []
-        while self._unsent:
-            submitted.append(Decision(self._unsent.popleft().request))
-        if coordinator is None:
-            if submitted:
-                mailbox.send(codec.encode(submitted), COORDINATOR)
-            for _, message in mailbox.receive():
-                yield list(codec.decode(message))
-            return
-        for own in submitted:
-            coordinator.submit(COORDINATOR, own.request)
-        for rank, message in mailbox.receive():
-            for other in codec.decode(message):
-                coordinator.submit(rank, other.request)
-        decisions = coordinator.take_decisions()
-        if decisions and mailbox.size > 1:
-            message = codec.encode(decisions)
-            for rank in range(1, mailbox.size):
-                mailbox.send(message, rank)
-        yield decisions
-
     def _check(self) -> None:
         """Look from time to time whether ranks were lost, or leave others waiting."""
         now_s = time.monotonic()
@@ -245,11 +248,11 @@ class Engine:
             return
         self._next_check_s = now_s + 0.1
         try:
-            self._mailbox.check()
-            if self._coordinator is not None:
-                for line in self._coordinator.find_late(self._settings.warn_s):
+            self._messages.mailbox.check()
+            if (coordinator := self._messages.coordinator) is not None:
+                for line in coordinator.find_late(self._settings.warn_s):
                     say(f"hpctrain.horovod: {line}", err=True)
-                self._coordinator.give_up(self._settings.limit_s)
+                coordinator.give_up(self._settings.limit_s)
             elif self.world.rank == 1:  # one of those that wait for the coordinator
                 self._warn_of_coordinator()
         except LostRankError as error:

@@ -23,16 +23,16 @@ class Entry:
         request: Request,
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
+        targets: Sequence[torch.Tensor] = (),
         splits: Sequence[int] = (),
     ):
         """`outputs`: where results are written, if their shapes are known.
 
-        `splits`: rows of the input for each rank.
+        `targets`: where they are copied in the end, unless they are there. `splits`: rows of the
+        input for each rank.
         """
-        self.request, self.inputs, self.outputs = request, inputs, outputs
+        self.request, self.inputs, self.outputs, self.targets = request, inputs, outputs, targets
         self.splits, self.start_s = splits, perf_counter()
-        #: where `outputs` are copied in the end, unless they are there
-        self.targets: Sequence[torch.Tensor] = ()
         self.result: Any = None  #: what `synchronize` returns
         self.is_over, self.error, self.is_reported = False, "", False
         self.cause: BaseException | None = None

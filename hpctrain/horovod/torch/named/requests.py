@@ -15,6 +15,7 @@ UNNAMED = ".noname."  #: before the number of an operation without a name
 ANY = -1  #: a first dimension that may differ between ranks
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL = "allreduce", "allgather", "broadcast", "alltoall"
 REDUCESCATTER, BARRIER, JOIN, SET = "reducescatter", "barrier", "join", "process set"
+SHUTDOWN = "shutdown"
 
 
 class Request(NamedTuple):
@@ -46,12 +47,15 @@ class Request(NamedTuple):
         return " ".join(parts)
 
 
+LEAVE = Request(SHUTDOWN, SHUTDOWN)
+
+
 class Decision(NamedTuple):
     """What all ranks do with a request: they run it, or raise `error`."""
 
     request: Request
     error: str = ""
-    last_joined: int = -1  #: the rank that called `join` last
+    last_joined: int = -1  #: the rank that called `join` last, or `shutdown`
 
 
 def is_unnamed(name: str) -> bool:
