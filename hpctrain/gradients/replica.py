@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from operator import itemgetter
@@ -179,9 +179,7 @@ class ModelReplica:
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
-        for name, x in planes.items():
-            xp.copy(x, getattr(self.arena, name))
-        self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
+        self.arena = move_planes(self.arena, planes)
         self._bind_views()
 
     def predict(self, x: Any) -> np.ndarray:
@@ -224,6 +222,20 @@ def require_memory(model: nn.Model, itemsize: int) -> None:
             f"{needed_bytes:,} bytes, but only {free_bytes:,} bytes of memory are available here; "
             "expected a smaller model"
         )
+
+
+def move_planes(arena: Arena, planes: Mapping[str, np.ndarray]) -> Arena:
+    """Return `arena` with other arrays as some of its planes, which get their values."""
+    for name, x in planes.items():
+        xp.copy(x, getattr(arena, name))
+    return replace(arena, **planes)  # type: ignore[arg-type]
+
+
+def need_all(key: nn.Key, names: Iterable[str]) -> None:
+    """Need the slots of all `names` now; see `Key.on_need`."""
+    if key.on_need is not None:
+        for name in names:
+            key.on_need(name)
 
 
 def ignore_ready(name: str) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpctrain.core.errors import UsageError
+from hpctrain.gradients.guests import GuestLoss
 from hpctrain.nn.layer import Key
 from hpctrain.nn.losses.loss import Metric, mean
 
@@ -25,7 +26,7 @@ WORD = 0xFFFFFFFF  #: random numbers are seeded by words of 32 bits
 LossFunction = Callable[..., Any]
 
 
-class JaxLoss:
+class JaxLoss(GuestLoss):
     """A function `loss(params, x, y)`, with keys of `jax.random`, and the names of its metrics.
 
     It returns the mean over the samples of the batch, a scalar; with metrics a pair of that and a
@@ -103,14 +104,6 @@ class JaxLoss:
     def __call__(self, outputs: Any, targets: Any, scale: float | None = None) -> Any:
         """Raise UsageError: this loss is a function of parameters and samples."""
         raise UsageError("this loss is a function of JAX: expected the model of ht.jax.Trainer")
-
-    def find_fault(self, targets: Any, output_shape: tuple[int, ...]) -> str:
-        """Return no fault: the function checks its targets."""
-        return ""
-
-    def count_outputs(self, targets: Any) -> int:
-        """Raise UsageError: only the user knows."""
-        raise UsageError("expected the number of classes beside the data: the loss is a function")
 
     def __repr__(self) -> str:
         return getattr(self._function, "__name__", type(self._function).__name__)

@@ -12,12 +12,13 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
+from hpctrain.gradients.guests import GuestModel
 from hpctrain.gradients.precision import Precision
 from hpctrain.jax.losses import JaxLoss, LossFunction
 from hpctrain.jax.parameters import common_dtype, find_devices, find_dtypes, is_weak, named_leaves
 
 
-class JaxModel:
+class JaxModel(GuestModel):
     """A loss and initial parameters, as the Trainer and `ht.load` use a model.
 
     `loss` is a function `loss(params, x, y)`; see `JaxLoss`. `params`: a pytree of floating-point
@@ -51,7 +52,6 @@ class JaxModel:
         self.casts_samples = False  #: whether floating-point samples take the arena's dtype
         self.sample_structure: Any = None  #: of pairs (x, y) that engines cut as tuples of leaves
         self.dtype = np.dtype(np.float32)  #: of the arena of the last replica
-        self.input_shape: Any = None  #: of the samples that were checked first
         self.targets, self.normalizes_batch = 1, False
 
     @property
@@ -66,13 +66,7 @@ class JaxModel:
         not return means.
         """
         x, y = map_arrays(self.as_input, samples.rows(np.arange(1)))
-        shape = samples.sample_shape
-        if self.input_shape is None:
-            self.input_shape = shape
-        if shape != self.input_shape:
-            raise UsageError(
-                f"the model was given samples of shape {self.input_shape} before, seen {shape}"
-            )
+        self.check_sample_shape(samples)
         leaves = [jax.ShapeDtypeStruct(x.shape, self.dtype) for x in self.leaves.values()]
         jax.eval_shape(self.loss.means, self.as_tree(leaves), *self.as_arguments(x, y))
         return ()

@@ -11,7 +11,6 @@ slots become ready after the last one was copied.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision
-from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.gradients.replica import Batch, move_planes, need_all, split_batch
 from hpctrain.jax.losses import compile_loss, key_words
 from hpctrain.jax.model import JaxModel
 from hpctrain.jax.parameters import describe_dtypes
@@ -93,9 +92,7 @@ class JaxReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        for name in self._params if key.on_need is not None else ():
-            assert key.on_need is not None
-            key.on_need(name)
+        need_all(key, self._params)
         sums: nn.Sums = {}
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             piece_key = key._replace(first=key.first + first)
@@ -128,9 +125,7 @@ class JaxReplica:
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
-        for name, x in planes.items():
-            xp.copy(x, getattr(self.arena, name))
-        self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
+        self.arena = move_planes(self.arena, planes)
         self._bind_views()
 
     def leave_arena(self) -> None:

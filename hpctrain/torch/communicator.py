@@ -48,7 +48,7 @@ class Communicator:
             job.record,
             limit_s,
             partial(end_after_loss, job),
-            None if threaded else share_begun(self.world),
+            begun=None if threaded else share_begun(self.world),
             has_thread=job.concurrent and len(self.ranks) > 1,
         )
         self.set_limit(limit_s)

@@ -90,6 +90,7 @@ class Progress:
         record: WatchRecord,
         limit_s: float,
         on_loss: Callable[[], Any],
+        *,
         begun: Begun | None,
         has_thread: bool,
     ):

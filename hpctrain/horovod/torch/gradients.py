@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -27,6 +26,7 @@ from hpctrain.horovod.torch.movements import sparse_allreduce_async
 from hpctrain.horovod.torch.named.requests import ALLREDUCE
 from hpctrain.horovod.torch.process_sets import ProcessSet
 from hpctrain.horovod.torch.submission import Call, Running, first
+from hpctrain.torch.gradient_sync.module_hooks import while_lives
 
 BUCKET_BYTES = 1 << 24
 #: Compressors that are a cast, which the copy to a bucket makes.
@@ -65,11 +65,11 @@ class Watched:
         """Count the backward passes through `parameter` while this object lives."""
         self.name, self.parameter, self.passes_left = name, parameter, passes
         self.operation: Bucket | Alone | None = None
-        hook = partial(_count_pass, weakref.ref(self))  # autograd keeps hooks from being collected
+        hook = while_lives(self, Watched.count_pass)
         handle = parameter.register_post_accumulate_grad_hook(hook)
         weakref.finalize(self, handle.remove).atexit = False
 
-    def count_pass(self) -> None:
+    def count_pass(self, _: torch.Tensor) -> None:
         """Count a backward pass; after the last one the gradient may be reduced."""
         if self.passes_left <= 0:
             raise AssertionError(
@@ -79,11 +79,6 @@ class Watched:
         self.passes_left -= 1
         if self.passes_left == 0 and self.operation is not None:
             self.operation.mark_ready(self)
-
-
-def _count_pass(reference: weakref.ref[Watched], _: torch.Tensor) -> None:
-    if (watched := reference()) is not None:
-        watched.count_pass()
 
 
 class Bucket:

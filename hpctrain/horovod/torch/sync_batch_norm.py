@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from hpctrain.horovod.torch.job import size
 from hpctrain.horovod.torch.reductions import allreduce_
 from hpctrain.horovod.torch.submission import Sum
+from hpctrain.torch.modules.layers import update_running_statistics
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
@@ -40,17 +41,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
         if self.training and self.running_mean is not None:
-            self._update_running(mean, variance * (count / (count - 1).clamp(min=1)))
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            update_running_statistics(self, mean, unbiased)
         return output
-
-    @torch.no_grad()
-    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        self.num_batches_tracked += 1
-        factor = self.momentum
-        if factor is None:  # the mean of all batches
-            factor = 1 / self.num_batches_tracked.item()
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
 class _Normalize(torch.autograd.Function):
@@ -58,7 +51,7 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float
     ) -> tuple[torch.Tensor, ...]:
-        reals = x.to(_statistics_dtype(x))
+        reals = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         sums = torch.cat([reals.sum(dims), reals.new_tensor([x.numel() // max(1, x.size(1))])])
         *_, count = sums = _sum_over_ranks(sums, "mean")
@@ -92,10 +85,6 @@ class _Normalize(torch.autograd.Function):
         grad_input.addcmul_(normalized, _per_channel(product, reals), value=-1)
         grad_input *= _per_channel(scale, reals)
         return grad_input.to(gradient.dtype), grad_weight, grad_bias, None
-
-
-def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,20 @@ import torch
 INERT_HOOK: Callable[[Any, Any], Any] = partial(dict.get, {})
 
 
+def while_lives(owner: Any, method: Callable[..., Any]) -> Callable[..., None]:
+    """Return a hook that calls `method` of `owner` while that lives, which it holds weakly.
+
+    Autograd keeps hooks, unseen by Python's collector.
+    """
+    reference = weakref.ref(owner)
+
+    def call(*args: Any) -> None:
+        if (living := reference()) is not None:
+            method(living, *args)
+
+    return call
+
+
 class ForwardHook:
     """Calls a method before each forward pass of a module, while the method's object lives.
 
@@ -24,17 +38,13 @@ class ForwardHook:
     one of `fullgraph=True` itself must have the hook.
     """
 
-    def __init__(self, method: Callable[[], None]):
-        self._method = weakref.WeakMethod(method)
-        self._call = torch.compiler.disable(self._call_method)
+    def __init__(self, method: Callable[[Any], None], owner: Any):
+        """`method`: of the class of `owner`."""
+        self._call = torch.compiler.disable(while_lives(owner, method))
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_exporting():
             self._call()
-
-    def _call_method(self) -> None:
-        if (method := self._method()) is not None:
-            method()
 
     def __deepcopy__(self, memo: Any) -> Callable[[Any, Any], Any]:
         return INERT_HOOK

@@ -40,7 +40,7 @@ from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.torch.gradient_sync.gradient_plane import Totals
-from hpctrain.torch.gradient_sync.module_hooks import ForwardHook
+from hpctrain.torch.gradient_sync.module_hooks import ForwardHook, while_lives
 from hpctrain.torch.gradient_sync.planes import GradientPlanes
 from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers, broadcast_state
 from hpctrain.torch.gradient_sync.trained import TrainedSet
@@ -108,8 +108,9 @@ class GradientSync:
             return
         self._model, self._buffers_group = weakref.ref(model), world.group_for(GRADIENTS)
         self._planes.build(world, self._trained.parameters)
-        self._trained.watch(partial(_take_gradient, weakref.ref(self)))
-        self._handles.append(model.register_forward_pre_hook(ForwardHook(self._begin_forward)))
+        self._trained.watch(while_lives(self, GradientSync.take_gradient))
+        before_forward = ForwardHook(GradientSync._begin_forward, self)
+        self._handles.append(model.register_forward_pre_hook(before_forward))
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._check_step))
         weakref.finalize(model, _release, self).atexit = False  # lives as long as the model
@@ -256,12 +257,6 @@ class GradientSync:
                 "ht.torch.sync: optimizer.step() with gradients that were not summed, of "
                 "parameters that were added or unfrozen: let a forward pass begin with model(...)"
             )
-
-
-def _take_gradient(owner: weakref.ref[GradientSync], parameter: torch.Tensor) -> None:
-    """Call `take_gradient` of `owner`, which hooks of autograd must not keep alive."""
-    if (gradient_sync := owner()) is not None:
-        gradient_sync.take_gradient(parameter)
 
 
 def _release(owner: GradientSync) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.precision import Precision
-from hpctrain.torch.modules.names import named_modules, named_parameters, parameter_places
+from hpctrain.torch.modules.names import Names, named_modules, parameter_places
 
 PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "float32", torch.float64: "float64"}
 INSTEAD = "ht.torch.sync(module, optimizer) trains it in a loop of your own"
@@ -23,7 +23,7 @@ def check_module(module: nn.Module) -> None:
     """Raise UsageError for a module whose parameters cannot be trained in an arena."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"module: expected a torch.nn.Module, seen {type(module).__name__}")
-    parameters = named_parameters(module)
+    parameters = Names(module).parameters
     for name, p in parameters.items():
         if nn.parameter.is_lazy(p):
             raise UsageError(
@@ -52,7 +52,7 @@ def check_module(module: nn.Module) -> None:
 def own_precision(module: nn.Module) -> Precision:
     """Return the dtype that the parameters share; raise UsageError for several, or another."""
     name_by_dtype: dict[torch.dtype, str] = {}
-    for name, p in named_parameters(module).items():
+    for name, p in Names(module).parameters.items():
         if p.is_floating_point():
             name_by_dtype.setdefault(p.dtype, name)
     if len(name_by_dtype) == 1 and (precision := PRECISIONS.get(next(iter(name_by_dtype)))):

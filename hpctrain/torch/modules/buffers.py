@@ -22,7 +22,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array
 from hpctrain.gradients import integers
 from hpctrain.torch.modules.inputs import as_tensor
-from hpctrain.torch.modules.names import Place, buffer_places, parameter_places, tied_names
+from hpctrain.torch.modules.names import Names, Place
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,9 @@ log = logging.getLogger(__name__)
 class ModuleBuffers:
     """The frozen parameters and the buffers of a module."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
-        """Find the frozen parameters and the buffers; floating-point tensors get `dtype`."""
-        tied = tied_names(module)
-        frozen = [p for p in parameter_places(module) if not p.tensor.requires_grad]  # type: ignore[union-attr]
-        buffers = [place for place in buffer_places(module) if place.is_saved]
-        places = {p.name: p for p in (*frozen, *buffers) if p.name not in tied}
-        self._unsaved = [place for place in buffer_places(module) if not place.is_saved]
+    def __init__(self, names: Names, dtype: torch.dtype):
+        """`names` of the module; floating-point tensors get `dtype`."""
+        places, self._unsaved = names.kept, names.unsaved
         self._own_dtypes = {name: place.tensor.dtype for name, place in places.items()}  # type: ignore[union-attr]
         self._flat = {n: p for n, p in places.items() if self._own_dtypes[n].is_floating_point}
         coded_names = [name for name in places if name not in self._flat]
@@ -66,14 +62,9 @@ class ModuleBuffers:
     @property
     def cast_names(self) -> dict[str, torch.dtype]:
         """The buffers of another floating-point dtype than the parameters, with that dtype."""
+        frozen = {name for name, x in self._tensors.items() if isinstance(x, nn.Parameter)}
         own_dtypes = {n: t for n, t in self._own_dtypes.items() if n in self._flat}
-        return {
-            n: t for n, t in own_dtypes.items() if t != self._dtype and n not in self._frozen_names
-        }
-
-    @property
-    def _frozen_names(self) -> set[str]:
-        return {name for name, x in self._tensors.items() if isinstance(x, nn.Parameter)}
+        return {n: t for n, t in own_dtypes.items() if t != self._dtype and n not in frozen}
 
     def bind(self, views: dict[str, Array]) -> None:
         """Let the tensors lie in `views` of a plane, which has their values; see `fill`."""

@@ -33,13 +33,23 @@ from hpctrain.nn.dropout import DROPOUT_STREAM
 from hpctrain.nn.layer import Key
 
 log = logging.getLogger(__name__)
-_GRADIENT = threading.local()  # .key, .rows, .seed and .missed, within a gradient of this thread
 MAX_CALLS = 1 << 62
 NUMBERS_PER_COUNTER, BITS = 4, 52
 #: The part of a generator's state that says how much of it was used, when it begins.
 _POSITION = slice(8, 24)
 _UNUSED = torch.Generator().manual_seed(0).get_state().numpy()[_POSITION].tobytes()
 _MANTISSA_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+class _Gradient(threading.local):
+    """The gradient that a thread computes."""
+
+    key: Any = None  #: None outside of one
+    rows = seed = 0
+    missed = False  #: whether a random call was not seen
+
+
+_GRADIENT = _Gradient()
 
 
 @contextmanager
@@ -64,7 +74,7 @@ def recompute() -> None:
 
 def current_key() -> Key | None:
     """Return the key of the gradient that this thread computes; None outside of one."""
-    return getattr(_GRADIENT, "key", None)
+    return _GRADIENT.key
 
 
 def is_batch(shape: torch.Size) -> bool:

@@ -49,12 +49,13 @@ def _is_bfloat16(x: Any) -> bool:
 
 def as_arrays(outputs: Any) -> Any:
     """Return the tree of tensors as arrays of the host; bfloat16 as float32."""
-
-    def as_host_array(x: torch.Tensor) -> np.ndarray:
-        x = x.detach().cpu()
-        return (x.float() if x.dtype is torch.bfloat16 else x).numpy()
-
     return map_arrays(as_host_array, outputs)
+
+
+def as_host_array(x: torch.Tensor) -> np.ndarray:
+    """Return tensor `x` as an array of the host; bfloat16 as float32."""
+    x = x.detach().cpu()
+    return (x.float() if x.dtype is torch.bfloat16 else x).numpy()
 
 
 def _input(x: Any, like: torch.Tensor, has_embedding: bool) -> torch.Tensor:

@@ -52,20 +52,23 @@ class RankBatchNorm(_BatchNorm):
         statistics = _sum_statistics(x, key.sum_over_ranks)
         tracks = self.training and self.track_running_stats and self.running_mean is not None
         if tracks and statistics.rows and not key.recomputed:
-            self._update_running_statistics(statistics)
+            unbiased = statistics.variance * (statistics.rows / max(statistics.rows - 1, 1))
+            update_running_statistics(self, statistics.mean, unbiased)
         return _Normalization.apply(x, self.weight, self.bias, statistics, self.eps)
 
-    def _update_running_statistics(self, statistics: Statistics) -> None:
-        """Average the statistics of this batch into the running statistics, as PyTorch does."""
-        assert self.running_mean is not None and self.running_var is not None
-        factor = self.momentum or 0.0
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked += 1
-            if self.momentum is None:  # the mean over all batches
-                factor = 1 / float(self.num_batches_tracked)
-        unbiased_variance = statistics.variance * (statistics.rows / max(statistics.rows - 1, 1))
-        self.running_mean.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), factor)
+
+@torch.no_grad()
+def update_running_statistics(
+    layer: _BatchNorm, mean: torch.Tensor, unbiased_variance: torch.Tensor
+) -> None:
+    """Average the statistics of a batch, per channel, into the layer's, as PyTorch does."""
+    factor = layer.momentum or 0.0
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked += 1
+        if layer.momentum is None:  # the mean over all batches
+            factor = 1 / float(layer.num_batches_tracked)
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
+    layer.running_var.lerp_(unbiased_variance.to(layer.running_var.dtype), factor)
 
 
 class Statistics(NamedTuple):

@@ -73,17 +73,14 @@ class LoaderOptions:
         )
         yield from workers
 
-    @property
-    def _is_shuffled(self) -> bool:
-        return isinstance(self.batches.sampler, RandomSampler)
-
     def describe_unused(self, batch: int | None) -> str:
         """Describe the unused arguments; `batch`: samples per step, None for an evaluation."""
         loader, parts = self.loader, []
         if batch is not None and self.batches.batch_size != batch:
             size = self.batches.batch_size
             parts.append(f"batch_size={size} (a step has batch={batch} samples over all ranks)")
-        if batch is not None and self.order is None and not self._is_shuffled:
+        is_shuffled = isinstance(self.batches.sampler, RandomSampler)
+        if batch is not None and self.order is None and not is_shuffled:
             parts.append("shuffle=False (samples come in the Trainer's order, by its seed)")
         if loader.pin_memory:
             parts.append("pin_memory, pin_memory_device (batches are copied as arrays)")

@@ -20,6 +20,7 @@ from hpctrain import nn
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
 from hpctrain.core.xp import like as in_memory_of
+from hpctrain.gradients.guests import GuestLoss
 from hpctrain.gradients.replica import Batch
 from hpctrain.nn.layer import Key
 from hpctrain.nn.losses import Sums, Total, wait_for_sums
@@ -36,7 +37,7 @@ _NO_CONTEXT = nullcontext()
 _HOST = torch.empty(0)  #: its memory and dtype are those of targets that are counted
 
 
-class TorchLoss:
+class TorchLoss(GuestLoss):
     """A loss that is a function of outputs and targets, with metrics that are such functions.
 
     `function(outputs, targets)` returns a scalar tensor: the mean or the sum over the samples of
@@ -142,14 +143,6 @@ class TorchLoss:
         """Raise UsageError: this loss needs tensors."""
         raise UsageError("a loss on tensors needs a model that is a torch.nn.Module")
 
-    def find_fault(self, targets: Any, output_shape: tuple[int, ...]) -> str:
-        """Return no fault: the function checks its targets."""
-        return ""
-
-    def count_outputs(self, targets: Any) -> int:
-        """Raise UsageError: only the user knows."""
-        raise UsageError("expected the number of classes beside the data: the loss is a function")
-
     def unused(self, batch: int | None) -> str:
         """Describe a reduction of the loss that has another meaning here."""
         if not self._has_own_reduction or self._reduction != "sum":
@@ -211,6 +204,7 @@ def compute_sums(
     outputs: Any,
     y: Any,
     n: int,
+    *,
     scale: float | None,
     like: torch.Tensor,
     backward: AbstractContextManager[Any] = _NO_CONTEXT,

@@ -13,6 +13,7 @@ import torch
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import sample_count
+from hpctrain.gradients.guests import GuestModel
 from hpctrain.gradients.precision import Precision
 from hpctrain.torch.modules.acceptance import (
     BoundParameters,
@@ -26,7 +27,7 @@ from hpctrain.torch.modules.losses import TorchLoss, as_loss, check_class_axis, 
 CHECKED_SAMPLES = 2  #: computed before training; more than one, since some losses compare samples
 
 
-class TorchModel:
+class TorchModel(GuestModel):
     """A module and its loss, as the Trainer uses a model.
 
     `module` is called with an array of samples as a tensor (n, ...); with the values of a dict of
@@ -52,7 +53,6 @@ class TorchModel:
         self._bound: BoundParameters | None = None
         self._parameter = next(p for p in module.parameters() if p.is_floating_point())
         self._has_embedding = any(isinstance(m, torch.nn.Embedding) for m in module.modules())
-        self.input_shape: Any = None  #: of the samples that were checked first
         self.output_shape: tuple[int, ...] = ()
 
     @property
@@ -100,13 +100,7 @@ class TorchModel:
         does not accept, and for a loss that is no number.
         """
         self.must_be_bound()
-        shape = samples.sample_shape
-        if self.input_shape is None:
-            self.input_shape = shape
-        if shape != self.input_shape:
-            raise UsageError(
-                f"the model was given samples of shape {self.input_shape} before, seen {shape}"
-            )
+        self.check_sample_shape(samples)
         x, y = samples.rows(np.arange(min(len(samples), CHECKED_SAMPLES)))
         outputs = self.outputs(x)
         if isinstance(outputs, torch.Tensor):
@@ -114,7 +108,8 @@ class TorchModel:
             check_class_axis(self._loss, self.output_shape, y, self._is_default_loss)
         if isinstance(self._loss, TorchLoss):
             with self._loss.unwritten():
-                compute_sums(self._loss, outputs, y, sample_count(x), None, self._parameter)
+                n, like = sample_count(x), self._parameter
+                compute_sums(self._loss, outputs, y, n, scale=None, like=like)
         elif not isinstance(outputs, torch.Tensor):
             raise UsageError(
                 f"the loss {self._loss!r} needs a tensor of outputs, seen "

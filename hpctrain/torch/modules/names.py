@@ -38,24 +38,24 @@ def parameter_places(module: nn.Module) -> list[Place]:
     return [*_places(module, "_parameters")]
 
 
-def buffer_places(module: nn.Module) -> list[Place]:
-    """Return the place of each buffer."""
-    return [*_places(module, "_buffers")]
+class Names:
+    """The parameters and buffers of a module, each by the first of its names."""
 
-
-def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, each by the first of its names."""
-    tied = tied_names(module)
-    places = parameter_places(module)
-    return {place.name: place.tensor for place in places if place.name not in tied}
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of tensors that have several names, by each further name."""
-    firsts: dict[int, str] = {}
-    places = [*parameter_places(module), *buffer_places(module)]
-    pairs = {place.name: firsts.setdefault(id(place.tensor), place.name) for place in places}
-    return {name: first for name, first in pairs.items() if name != first}
+    def __init__(self, module: nn.Module):
+        parameters, buffers = parameter_places(module), [*_places(module, "_buffers")]
+        firsts: dict[int, str] = {}
+        places = [*parameters, *buffers]
+        pairs = {place.name: firsts.setdefault(id(place.tensor), place.name) for place in places}
+        #: the first name of a tensor that has several, by each further name
+        self.ties = {name: first for name, first in pairs.items() if name != first}
+        self.parameters: dict[str, nn.Parameter] = {
+            place.name: place.tensor for place in parameters if place.name not in self.ties
+        }
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        #: what checkpoints have beside trained parameters: frozen ones, and buffers
+        others = {*self.ties, *self.trained}
+        self.kept = {p.name: p for p in places if p.is_saved and p.name not in others}
+        self.unsaved = [place for place in buffers if not place.is_saved]
 
 
 def named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

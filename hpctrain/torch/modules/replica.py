@@ -26,10 +26,15 @@ from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
-from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
-from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
+from hpctrain.gradients.replica import (
+    Batch,
+    ignore_ready,
+    move_planes,
+    need_all,
+    split_batch,
+)
 from hpctrain.optim.absent import ABSENT
 from hpctrain.torch.modules.acceptance import describe_changes, must_be_dense
 from hpctrain.torch.modules.buffers import ModuleBuffers
@@ -39,7 +44,7 @@ from hpctrain.torch.modules.inputs import as_arrays, as_tensor
 from hpctrain.torch.modules.layers import restore_layers
 from hpctrain.torch.modules.losses import compute_sums, mean_factor
 from hpctrain.torch.modules.model import TorchModel
-from hpctrain.torch.modules.names import is_compiled, named_parameters, tied_names
+from hpctrain.torch.modules.names import Names, is_compiled
 from hpctrain.torch.modules.needs import ParameterNeeds
 from hpctrain.torch.tensors import between_cupy_work, caller_stream, joined_streams
 from hpctrain.transport.shared_memory.host import aligned_zeros
@@ -64,17 +69,20 @@ class TorchReplica:
         dtype_in_torch = getattr(torch, dtype.name)
         device = f"cuda:{xp.zeros(1, dtype).device.id}" if on_gpu else "cpu"  # of this rank
         module = model.module.to(device)
-        self._parameters = {n: p for n, p in named_parameters(module).items() if p.requires_grad}
-        floats = {n: p for n, p in named_parameters(module).items() if p.is_floating_point()}
+        names = Names(module)
+        self._parameters = names.trained
+        floats = {n: p for n, p in names.parameters.items() if p.is_floating_point()}
         self._own_dtypes = {p.dtype: name for name, p in floats.items()}
-        self._buffers = ModuleBuffers(module, dtype_in_torch)
+        self._buffers = ModuleBuffers(names, dtype_in_torch)
         self._draws = SampleDraws(is_compiled(module))
         in_python = not is_compiled(module) and not on_gpu  # backward, and in this thread
         self._direct = DirectGradients(self._parameters if in_python else {})
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         zeros = xp.zeros if on_gpu else aligned_zeros
         arena = arenas.make_arena(shapes, dtype, self._buffers.shapes, zeros)
-        self.arena = replace(arena, integers=self._buffers.integers, ties=self._find_ties(arena))
+        slots = {slot.name for slot in (*arena.slots, *arena.buffer_slots)}
+        ties = {other: first for other, first in names.ties.items() if first in slots}
+        self.arena = replace(arena, integers=self._buffers.integers, ties=ties)
         self._bind_views()
         with joined_streams(arena.param), torch.no_grad():
             for name, p in self._parameters.items():
@@ -168,8 +176,9 @@ class TorchReplica:
             piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
             with self._autocast, torch.no_grad():
                 outputs = self.model.outputs(piece.inputs)
-            args = (self.loss, outputs, piece.targets, piece.n, None, self._parameter)
-            sums = nn.add(sums, compute_sums(*args))
+            loss, like = self.loss, self._parameter
+            own = compute_sums(loss, outputs, piece.targets, piece.n, scale=None, like=like)
+            sums = nn.add(sums, own)
         return sums
 
     @between_cupy_work
@@ -186,9 +195,7 @@ class TorchReplica:
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
-        for name, x in planes.items():
-            xp.copy(x, getattr(self.arena, name))
-        self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
+        self.arena = move_planes(self.arena, planes)
         self._bind_views()
         self._adopt_views()
 
@@ -208,7 +215,7 @@ class TorchReplica:
     def _compute_gradient(self, batch: Batch, scale: float, key: nn.Key) -> nn.Sums:
         """Compute the gradient of a piece of a batch."""
         if batch.n == 0 and not (self.normalizes_batch and key.sum_over_ranks is not None):
-            self._call_on_need(key)
+            need_all(key, self._parameters)
             return nn.losses.zero_sums(self.loss.terms)
         if key.on_need is not None and self._needs is None:
             names_by_id = {id(p): name for name, p in self._parameters.items()}
@@ -222,18 +229,13 @@ class TorchReplica:
             self._draws.end_forward()
             if not self._draws.has_seen:
                 draws.close()
-            self._call_on_need(key)
+            need_all(key, self._parameters)  # backward writes where sums may still wait
             recompute()
-            gradient_context = self._direct if self._direct.begin(self._written) else nullcontext()
+            backward = self._direct if self._direct.begin(self._written) else nullcontext()
+            loss, like = self.loss, self._parameter
             return compute_sums(
-                self.loss, outputs, batch.targets, batch.n, scale, self._parameter, gradient_context
+                loss, outputs, batch.targets, batch.n, scale=scale, like=like, backward=backward
             )
-
-    def _call_on_need(self, key: nn.Key) -> None:
-        """Need all parameters: backward writes gradients where sums may still wait."""
-        for name in self._parameters if key.on_need is not None else ():
-            assert key.on_need is not None
-            key.on_need(name)
 
     def _take_gradient(self, name: str, parameter: torch.Tensor) -> None:
         """Copy the final gradient of a parameter into the arena, and call `on_ready`."""
@@ -266,12 +268,6 @@ class TorchReplica:
         for name, p in self._parameters.items():
             p.data = self._views[name]
         self._buffers.bind(self.arena.views(self.arena.buffer))
-
-    def _find_ties(self, arena: Arena) -> dict[str, str]:
-        """Return the slot name of each further name of tensors that have several names."""
-        slot_names = {slot.name for slot in (*arena.slots, *arena.buffer_slots)}
-        ties = tied_names(self.model.module)
-        return {other: first for other, first in ties.items() if first in slot_names}
 
     def announcements(self, ranks: int) -> list[str]:
         """Return a text for each property of the module that training changes."""

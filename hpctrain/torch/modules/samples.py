@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hpctrain.core.trees import sample_shape
 from hpctrain.data import EpochOrder
+from hpctrain.torch.modules.inputs import as_host_array
 from hpctrain.torch.modules.loaders import LoaderOptions, read_options
 from hpctrain.torch.modules.row_reader import RowReader
 
@@ -72,7 +73,8 @@ class TorchSamples:
         if not self.steps_ahead:
             return None
         assert self._options is not None
-        return map_rows(self._options.read(self._reader, batches))
+        rows = self._options.read(self._reader, batches)
+        return ((as_arrays(x), as_arrays(y)) for x, y in rows)
 
     def unused(self, batch: int | None) -> str:
         """Describe the unused arguments of the loader; `batch`: samples per step."""
@@ -87,17 +89,10 @@ def as_samples(value: DataLoader[Any] | Dataset[Any]) -> TorchSamples:
     return TorchSamples(RowReader(value, default_collate))
 
 
-def map_rows(batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yield the rows of `batches` as arrays."""
-    for x, y in batches:
-        yield as_arrays(x), as_arrays(y)
-
-
 def as_arrays(tree: Any) -> Any:
     """Return the tree of tensors as arrays; lists become tuples."""
     if isinstance(tree, torch.Tensor):
-        tree = tree.detach().cpu()
-        return (tree.float() if tree.dtype is torch.bfloat16 else tree).numpy()
+        return as_host_array(tree)
     if isinstance(tree, Mapping):
         return {key: as_arrays(branch) for key, branch in tree.items()}
     if isinstance(tree, tuple | list):

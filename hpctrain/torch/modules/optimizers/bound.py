@@ -75,6 +75,7 @@ class BoundOptimizer:
         param: Array,
         state: State,
         names: Sequence[StateNames],
+        *,
         is_own: bool,
     ):
         """Before the first update the state is that of `source`, the user's optimizer.

@@ -15,7 +15,7 @@ import torch
 from hpctrain import engines
 from hpctrain.core.errors import UsageError
 from hpctrain.optim import Optimizer
-from hpctrain.torch.modules.names import named_parameters
+from hpctrain.torch.modules.names import Names
 from hpctrain.torch.modules.optimizers.attributes import (
     announced_attributes,
     check_class,
@@ -107,21 +107,18 @@ def _parameter_entries(
 ) -> dict[str, ParameterEntry]:
     """Return the trained parameters of `module` by name; frozen ones may be held, too."""
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    all_named = named_parameters(module)
-    trained_parameters = {name: p for name, p in all_named.items() if p.requires_grad}
-    if absent_names := sorted(
-        name for name, p in trained_parameters.items() if id(p) not in group_of
-    ):
+    names = Names(module)
+    if absent_names := sorted(name for name, p in names.trained.items() if id(p) not in group_of):
         raise UsageError(
             f"optimizer: expected all parameters of the module with requires_grad, seen none of "
             f"{', '.join(absent_names[:3])}; set requires_grad = False for what is not trained"
         )
-    if foreign_count := len(group_of.keys() - {id(p) for p in all_named.values()}):
+    if foreign_count := len(group_of.keys() - {id(p) for p in names.parameters.values()}):
         raise UsageError(
             f"optimizer: expected parameters of the module alone, seen {foreign_count} of others, "
             "which the Trainer would not train; make them part of the module"
         )
     return {
         name: ParameterEntry(p, 1 + i, group_of[id(p)])
-        for i, (name, p) in enumerate(trained_parameters.items())
+        for i, (name, p) in enumerate(names.trained.items())
     }

@@ -70,7 +70,9 @@ class FlatOptimizer:
         bound, is_own = self._bound.get(address_of(param)), has_step_hooks(self._optimizer)
         if bound is None or bound.state is not state or bound.is_own != is_own:
             pieces, state_names = self._pieces(param, slots), self._state_names
-            bound = BoundOptimizer(self._optimizer, pieces, param, state, state_names, is_own)
+            bound = BoundOptimizer(
+                self._optimizer, pieces, param, state, state_names, is_own=is_own
+            )
             self._bound[address_of(param)] = bound
         if bound.pieces:  # none in an empty shard
             bound.update(grad, options)
