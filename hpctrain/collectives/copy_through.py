@@ -26,6 +26,7 @@ Cost: short, one exchange, nP read and n (P-1) added per rank; long, two exchang
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +56,22 @@ def bind_short_reduction(
 
     That call raises UsageError on all ranks of the node unless all make the same `call`.
     """
-    flags, rank, payload = buffers.flags, buffers.link.rank, call.payload
-    copies_by_parity = buffers.short_buffers(x.nbytes, x.dtype)
+    flags, agree, payload = buffers.flags, buffers.flags.agree, call.payload
+    # At few bytes every 10 ns count: a copy of bytes takes half as long as one of NumPy's arrays.
+    x_bytes = x.view(np.uint8).data
+    buffers_by_parity: list[tuple[Any, ...]] = [
+        (copies[buffers.link.rank].view(np.uint8).data, *copies[:2], copies[2:])
+        for copies in buffers.short_buffers(x.nbytes, x.dtype)
+    ]
 
     def reduce() -> np.ndarray:
-        copies = copies_by_parity[flags.round_number & 1]
-        copies[rank][...] = x
-        if not flags.agree(payload):
+        own_bytes, first, second, others = buffers_by_parity[flags.round_number + 1 & 1]
+        own_bytes[:] = x_bytes
+        if not agree(payload):
             must_match_in_node(buffers, call)
-        sum_in_order(copies, op, x)
+        op(first, second, out=x)
+        for other in others:
+            op(x, other, out=x)
         return x
 
     return reduce

@@ -38,7 +38,7 @@ class NodeBuffers:
         self.link, self.flags = node, flags
         #: (bytes, dtype) -> every rank's short buffer, first in even rounds, then in odd ones
         self.short_buffers = lru_cache(MAX_CACHED_LENGTHS)(
-            partial(_views_of_short_buffers, buffers)
+            partial(_views_of_short_buffers, flags.spare_bytes, buffers)
         )
         self._long_memory = [x[2 * SHORT_BUFFER_BYTES :] for x in buffers]
         self._gpu_memory: SharedGpuMemory | None = None
@@ -79,13 +79,15 @@ class NodeBuffers:
 
 
 def _views_of_short_buffers(
-    buffers: list[np.ndarray], nbytes: int, dtype: np.dtype
+    spare_bytes: np.ndarray, buffers: list[np.ndarray], nbytes: int, dtype: np.dtype
 ) -> list[list[np.ndarray]]:
-    """Return every rank's two short buffers as arrays of `nbytes`.
+    """Return every rank's two short buffers as arrays of `nbytes`; the shortest lie beside flags.
 
     Short buffers alternate with the rounds of the flags: before one is written again, all ranks
     have completed another round, and so have read the buffer.
     """
+    if nbytes <= spare_bytes.shape[-1]:
+        return [[line[:nbytes].view(dtype) for line in lines] for lines in spare_bytes]
     return [
         [buffer[offset : offset + nbytes].view(dtype) for buffer in buffers]
         for offset in (0, SHORT_BUFFER_BYTES)

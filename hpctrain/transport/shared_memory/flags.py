@@ -57,14 +57,18 @@ class NodeFlags:
         `spins`: poll the words, instead of waiting in the link's barrier.
         """
         self._link, self._words, self._spins = link, words.data, spins
+        #: the bytes beside each word, which travel in its cache line: (2, P, 56) uint8, first for
+        #: even rounds, then for odd ones
+        self.spare_bytes = words.view(np.uint8).reshape(2, link.size, -1)[:, :, words.itemsize :]
         lines = [range(parity * link.size, (parity + 1) * link.size) for parity in (0, 1)]
         self._offsets = [[line * WORDS_PER_LINE for line in lines[parity]] for parity in (0, 1)]
-        self._own_offsets = [offsets[link.rank] for offsets in self._offsets]
-        self._peer_offsets = [
-            [offset for offset in self._offsets[parity] if offset != self._own_offsets[parity]]
-            for parity in (0, 1)
+        #: for even rounds, then for odd ones: the offsets of our word and of all peers' words
+        self._places = [
+            (offsets[link.rank], [*offsets[: link.rank], *offsets[link.rank + 1 :]])
+            for offsets in self._offsets
         ]
         self.round_number = 0  #: of the last exchange; its lowest bit selects one of two copies
+        self._next_head = 1 << ROUND_BITS  # the next round's word without a payload
         self._lock = threading.Lock() if uses_fences else None
         if self._lock is not None:
             self._lock.acquire()
@@ -75,17 +79,19 @@ class NodeFlags:
         All ranks see after it what any rank wrote before it, anywhere in memory.
         """
         if not self._spins:
-            payloads = self._exchange_by_barrier(payload)
-            return payloads.count(payload) == len(payloads)
+            return self._agree_by_barrier(payload)
         words, lock, all_equal = self._words, self._lock, True
-        round_number = self.round_number = (self.round_number + 1) & PAYLOAD_MASK
-        word = round_number << ROUND_BITS | payload
+        round_number = self.round_number = self.round_number + 1
+        own_offset, peer_offsets = self._places[round_number & 1]
+        word = self._next_head | payload
         if lock is not None:
             lock.release()
             lock.acquire()
-        words[self._own_offsets[round_number & 1]] = word
-        for offset in self._peer_offsets[round_number & 1]:
-            if words[offset] != word and self._wait_for_round(offset, round_number) != payload:
+        words[own_offset] = word
+        # Computed while the peers' words travel, not before our own leaves.
+        self._next_head = (round_number + 1 & PAYLOAD_MASK) << ROUND_BITS
+        for offset in peer_offsets:
+            if words[offset] != word and self._wait_for_round(offset, word) != payload:
                 all_equal = False
         if lock is not None:
             lock.release()
@@ -94,28 +100,25 @@ class NodeFlags:
 
     def exchange(self, payload: int = 0) -> list[int]:
         """Return every rank's `payload`, in rank order; else as `agree`."""
-        if not self._spins:
-            return self._exchange_by_barrier(payload)
         self.agree(payload)
         # No word can have changed yet: for that, this rank would have to be in the next round.
         return [
             self._words[offset] & PAYLOAD_MASK for offset in self._offsets[self.round_number & 1]
         ]
 
-    def _exchange_by_barrier(self, payload: int) -> list[int]:
-        round_number = self.round_number = (self.round_number + 1) & PAYLOAD_MASK
-        self._words[self._own_offsets[round_number & 1]] = payload
+    def _agree_by_barrier(self, payload: int) -> bool:
+        self.round_number += 1
+        own_offset, peer_offsets = self._places[self.round_number & 1]
+        self._words[own_offset] = payload
         self._link.barrier()
-        return [self._words[offset] for offset in self._offsets[round_number & 1]]
+        return all(self._words[offset] == payload for offset in peer_offsets)
 
-    def _wait_for_round(self, offset: int, round_number: int) -> int:
-        """Return the payload at `offset` once its word belongs to round `round_number`."""
+    def _wait_for_round(self, offset: int, own_word: int) -> int:
+        """Return the payload at `offset` once its word belongs to the round of `own_word`."""
         words = self._words
         for _ in range(SPINS):
-            if words[offset] >> ROUND_BITS == round_number:
+            if (words[offset] ^ own_word) <= PAYLOAD_MASK:
                 break
         else:
-            self._link.wait_for(
-                lambda: words[offset] >> ROUND_BITS == round_number, b"a collective"
-            )
+            self._link.wait_for(lambda: (words[offset] ^ own_word) <= PAYLOAD_MASK, b"a collective")
         return words[offset] & PAYLOAD_MASK
