@@ -8,7 +8,7 @@ call of its own rank has waited too long it reads all records and reports. See n
 
 from hpctrain.watch.code_lines import code_location
 from hpctrain.watch.deadline import Watch
-from hpctrain.watch.inside import call_unrecorded
+from hpctrain.watch.inside import frameless, unrecorded
 from hpctrain.watch.layout import MAX_CALLS, MAX_ENTRIES, RECORD_BYTES, Call, Snapshot
 from hpctrain.watch.node_file import FACTS_NAME, REPORT_NAME, read_records
 from hpctrain.watch.record import Entry, WatchRecord
@@ -26,11 +26,12 @@ __all__ = [
     "Snapshot",
     "Watch",
     "WatchRecord",
-    "call_unrecorded",
     "code_location",
     "dump_stacks",
+    "frameless",
     "interval_s",
     "make_report",
     "read_records",
+    "unrecorded",
     "write_report",
 ]

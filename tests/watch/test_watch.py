@@ -35,11 +35,11 @@ from hpctrain.watch import (
     Snapshot,
     Watch,
     WatchRecord,
-    call_unrecorded,
     code_location,
     make_report,
     node_file,
     read_records,
+    unrecorded,
 )
 from hpctrain.watch.code_lines import frame_of_each_thread
 from hpctrain.watch.ended import EndedRanks
@@ -682,7 +682,7 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
 
     def work() -> None:
         for gate in gates:
-            call_unrecorded(gate.acquire, link, b"MPI_Allreduce", 12)
+            unrecorded(partial(gate.acquire), link, b"MPI_Allreduce", 12)()
         link.entry.enter(b"barrier", -1, 0)
 
     for gate in gates:

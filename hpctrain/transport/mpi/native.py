@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
 from hpctrain.transport.mpi.requests import cut_pieces
-from hpctrain.watch import call_unrecorded
+from hpctrain.watch import unrecorded
 
 if TYPE_CHECKING:
     from hpctrain.transport.mpi.link import MpiLink
@@ -65,7 +65,7 @@ class MpiCollectives:
         call = partial(MPI.Comm.Allreduce, self._comm, MPI.IN_PLACE, spec, ops[op])
         if self.link.survives:
             call = partial(self._call, call)
-        return partial(call_unrecorded, call, self.link, b"MPI_Allreduce", x.nbytes)
+        return unrecorded(call, self.link, b"MPI_Allreduce", x.nbytes)
 
     def _call(self, call: Callable[[], Any]) -> None:
         try:
@@ -77,7 +77,7 @@ class MpiCollectives:
         aligned = x if x.flags.aligned else x.copy()  # mpi4py has no unaligned datatypes
         for piece in cut_pieces(aligned, self.link.max_piece_bytes):
             call = partial(self._comm.Allreduce, MPI.IN_PLACE, piece, native_op)
-            call_unrecorded(partial(self._call, call), self.link, b"MPI_Allreduce", x.nbytes)
+            unrecorded(partial(self._call, call), self.link, b"MPI_Allreduce", x.nbytes)()
         if aligned is not x:
             x[...] = aligned
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.watch import frameless
+
 BoundEntry = tuple[Any, ...]  # plain: a named tuple takes twice as long to unpack
 NO_CALL: BoundEntry = (None,) * 5  # equal to the arguments of no call
 
@@ -43,7 +45,7 @@ def remember_call(
     # The reference passes itself to `pop`, as the default for an entry that is gone.
     reference = weakref.ref(x, partial(calls.pop, key))
     if key in calls:
-        calls[key] = (x.dtype, x.shape, op, world, bind(make_alias(x)), reference)
+        calls[key] = (x.dtype, x.shape, op, world, frameless(bind(make_alias(x))), reference)
     else:
         calls[key] = (*NO_CALL, reference)
 

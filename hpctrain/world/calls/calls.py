@@ -39,6 +39,7 @@ from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import namespace, on_device
 from hpctrain.tuning import select
+from hpctrain.watch import frameless
 from hpctrain.world import World, init
 from hpctrain.world.calls.arguments import ValidArguments, check_writable, validate_arguments
 from hpctrain.world.calls.bound_calls import checked_calls, remember_call, unchecked_calls
@@ -61,7 +62,7 @@ def allreduce(
     # object; equal strings from elsewhere take the slower path.
     calls = checked_calls if check else unchecked_calls
     try:
-        dtype, shape, bound_op, bound_world, call, _ = calls[id(x)]
+        dtype, shape, bound_op, bound_world, bound_call, _ = calls[id(x)]
     except KeyError:
         pass
     else:
@@ -70,7 +71,7 @@ def allreduce(
             and x.flags.carray  # contiguous, aligned, and writable, which may have changed
             and x.shape == shape
         ):
-            call()
+            bound_call()  # named as the watch expects
             return
     _allreduce(x, op, algorithm, world, check)
 
@@ -115,12 +116,13 @@ def bind(
     function = select.resolve_auto(select.find_allreduce(algorithm), world.main, flat, operation)
     if function is direct and result == "shared":
         function = direct_shared
-    call, on_host = select.bind(world.main, flat, operation, function), not on_device(x)
+    bound_call = frameless(select.bind(world.main, flat, operation, function))
+    host_x = np.empty(0) if on_device(x) else x
 
     def reduce_x() -> Any:
-        if on_host and not x.flags.writeable:  # a call of `check_writable` would double the cost
-            check_writable(x)
-        total = call()
+        if not host_x.flags.writeable:  # a call of `check_writable` would double the cost
+            check_writable(host_x)
+        total = bound_call()  # named as the watch expects
         return flat if total is None else total
 
     return reduce_x
