@@ -23,8 +23,13 @@ import numpy as np
 
 from hpctrain import collectives
 from hpctrain.collectives import AllReduceFunction, Group
-from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, gather_by_allreduce
-from hpctrain.collectives.direct import bind_direct, direct, direct_shared
+from hpctrain.collectives.all_gathers import (
+    ALL_GATHERS,
+    AllGather,
+    gather_by_allreduce,
+    ranks_share_memory,
+)
+from hpctrain.collectives.direct import MAX_COPIED_BYTES, bind_direct, direct, direct_shared
 from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
@@ -88,6 +93,14 @@ def bind(
         choice = _choices_for(group, x).lookup(x.nbytes)
         if choice.default is choice.in_node_memory:
             allreduce = choose_algorithm(group, x, op)
+        if (
+            (signature is not None and allreduce is native and ranks_share_memory(group))
+            and group.link.size == 2
+            and x.nbytes <= MAX_COPIED_BYTES
+        ):
+            # One exchange carries the signature and the copies, and a sum of two arrays has the
+            # same bytes in either order.
+            allreduce = direct
     if allreduce in (direct, direct_shared):
         return bind_direct(group, x, op, signature, shared=allreduce is direct_shared)
     if allreduce is native and can_mpi_reduce(x, op):
