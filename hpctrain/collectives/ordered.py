@@ -64,12 +64,7 @@ class Subtotal(NamedTuple):
 
 def make_in_place_add(op: Operation) -> AddFunction:
     """Return a function that adds two arrays in place of the first."""
-
-    def add_in_place(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        op(left, right, out=left)
-        return left
-
-    return add_in_place
+    return lambda left, right: op(left, right, out=left)
 
 
 @dataclass(frozen=True)
@@ -196,9 +191,7 @@ def reduce_scatter_in_memory(
 def _add_into_next(
     op: Operation, free_buffers: Iterator[np.ndarray], left: np.ndarray, right: np.ndarray
 ) -> np.ndarray:
-    total = next(free_buffers)
-    op(left, right, out=total)
-    return total
+    return op(left, right, out=next(free_buffers))
 
 
 def _sum_segments(

@@ -36,6 +36,7 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.flags import PAYLOAD_MASK
 
 MAX_NAMED_RANKS = 8
+_ALL_BITS = (1 << 64) - 1
 _FAULT_PREFIX, _CALL_PREFIX = b"!", b" "  # prefixes of exchanged texts
 
 
@@ -100,7 +101,7 @@ def _digests_match(group: Group, buffers: NodeBuffers | None, digest: int) -> bo
         return _is_equal(group.link, None, digest)
     numbers = _append_complement(digest)
     if not _is_equal(group.node, buffers, digest):
-        numbers[:] = np.iinfo(np.uint64).max  # matches no digest with its complement
+        numbers[:] = _ALL_BITS  # matches no digest with its complement
     if group.node.rank == 0:
         reduce_to_maximum(group.across, numbers)
     all_match = np.array_equal(numbers, _append_complement(digest))
@@ -115,9 +116,7 @@ def _is_equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
 
 
 def _append_complement(number: int) -> np.ndarray:
-    pair = np.array([number, number], np.uint64)
-    np.invert(pair[1:], out=pair[1:])
-    return pair
+    return np.array([number, number ^ _ALL_BITS], np.uint64)
 
 
 def _compute_digest(text: str) -> int:
