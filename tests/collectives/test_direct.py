@@ -25,7 +25,7 @@ from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
-LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "40003", "300007")
+LENGTHS = ("0", "1", "P-1", "P", "P+1", "8", "5003", "40003", "300007")
 OPS = [*OPERATIONS]
 LONG = 100_000  # elements, of float64 several buffers
 LONGEST = int(LENGTHS[-1])

@@ -10,6 +10,7 @@ from cases import dtype_of, expected, vector
 from ranks import on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE, Group, operation
+from hpctrain.collectives.signature import make_signature
 from hpctrain.core import thresholds
 from hpctrain.tuning import choose, defaults, select
 from hpctrain.tuning.choose import AlgorithmTime
@@ -119,6 +120,29 @@ def test_auto_and_a_bound_call_reduce(ranks):
             assert select.choose_algorithm(group, x, op) is ALLREDUCE[name]
             if dtype == "float32":
                 assert select.algorithm_name(select.auto, group, x) == name
+
+    ranks(body)
+
+
+@on_ranks(2, 3)
+def test_two_ranks_compare_calls_in_the_exchange_that_adds(ranks):
+    """A compared call of few bytes is no longer MPI's, since two operands add up either way."""
+    plan = choose.TuningPlan(((0, "native"),), ((0, "native"),), ((0, "ring"),), (), True)
+
+    def body(world):
+        group = replace(world.main, choices=choose.make_choices(plan))
+        compared = make_signature("a call")
+        modules = [
+            select.bind(group, np.zeros(n), np.add, allreduce, call).__module__.split(".")[-1]
+            for n, allreduce, call in [
+                (1, select.auto, compared),
+                (1, select.auto, None),
+                (1, ALLREDUCE["native"], compared),
+                (1025, select.auto, compared),
+            ]
+        ]
+        first = "copy_through" if world.size == 2 else "select"
+        assert modules == [first, "native", "select", "select"]
 
     ranks(body)
 
