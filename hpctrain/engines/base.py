@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from hpctrain.engines.engine import Commit, Flags, Task, Times, sum_over
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Replica, ignore_ready
+from hpctrain.gradients.replica import Memory, Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.transport.link import Link
 from hpctrain.world import World
@@ -34,11 +32,14 @@ class EngineDefaults:
     staleness: Staleness | None = None
     commit = Commit()
 
+    def memory(self, plane_bytes: int) -> Memory:
+        """Return no bytes; see `Engine.memory`."""
+        return {}
+
 
 class EngineBase(EngineDefaults):
     """Implements `engines.engine.Engine` except training, checkpoints and the gradient check."""
 
-    optimizer_state: Mapping[str, Any] | None = None
     worker: int | None
     check: GradientCheck
 

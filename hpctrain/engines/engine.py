@@ -5,7 +5,7 @@ The trainer knows no regime, and an engine knows no recipe, file or progress bar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,7 +22,7 @@ from hpctrain.engines.saved_state import SavedState, pieces_of
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.gradients.replica import Batch, Memory, Replica
 from hpctrain.nn import Key, Sums
 from hpctrain.optim.optimizer import State
 from hpctrain.transport.link import Link
@@ -176,7 +176,6 @@ class Engine(Protocol):
     staleness: Staleness | None  #: set on all ranks by `train`; None if no gradient can be stale
     check: GradientCheck  #: the check of this rank's gradients
     commit: Commit  #: of this rank's steps
-    optimizer_state: Mapping[str, Any] | None  #: of this rank; None if servers keep the state
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`; return the step reached and the flags; collective.
@@ -192,6 +191,13 @@ class Engine(Protocol):
 
     def settle(self) -> None:
         """Put the parameters to evaluate and save into `replica.arena.param`."""
+
+    def memory(self, plane_bytes: int) -> Memory:
+        """Return the bytes of this rank's optimizer state, if it is one of the planes.
+
+        They are predicted for planes of `plane_bytes`. Servers and workers that train apart, whose
+        states are not those of the arena's planes, count none.
+        """
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces; together the ranks' pieces cover the state once."""

@@ -51,6 +51,16 @@ class Batch(NamedTuple):
         )
 
 
+class Bytes(NamedTuple):
+    """Bytes of memory of a kind, of one rank."""
+
+    measured: int
+    predicted: int
+
+
+Memory = dict[str, Bytes]  #: of a rank, by kind
+
+
 class Replica(Protocol):
     """A model whose parameters and gradients lie in an arena."""
 

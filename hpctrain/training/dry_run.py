@@ -111,8 +111,7 @@ def _describe_pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
         return "", None, {}
     from hpctrain.training import pipeline_facts  # most runs have no pipeline
 
-    is_sharded = getattr(job.spec.engine, "shard_optimizer", False)
-    memory = pipeline_facts.memory_of_ranks(mesh, engine, is_sharded)
+    memory = pipeline_facts.memory_of_ranks(mesh, engine)
     return mesh_text, memory, pipeline_facts.table_rows(memory)
 
 

@@ -30,9 +30,10 @@ from hpctrain.engines.synchronous.single import Single, SingleEngine
 from hpctrain.engines.synchronous.update import ReplicatedUpdate, ShardedUpdate
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.reducer import Reducer, SumFunction, WireOptions, first_ready
-from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.replica import Bytes, Memory, Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import planes
 from hpctrain.transport.pace import Pace
 from hpctrain.tuning.select import auto, find_all_gather
 from hpctrain.world import World
@@ -85,7 +86,7 @@ class AllReduceEngine(EngineBase):
         self.check = GradientCheck(self.replica, world.size, self._sums.parts)
         self._sum_in_layer = partial(sum_in_layer, self._group, self.times, self._trace)
         self.update, self._reducer = self._make_update(replica, optimizer, options)
-        self.optimizer_state, self._on_need = self.update.state, self.update.on_need
+        self._on_need = self.update.on_need
         self._vote = make_vote(self._sums, self.check, world.voters, self.update.own)
         is_whole = self.update.is_replicated and self._sums.is_exact and world.grid is None
         if world.survives and is_whole:
@@ -192,6 +193,13 @@ class AllReduceEngine(EngineBase):
         """Complete the last update, and share buffers; then all ranks hold the same planes."""
         self.update.settle()
         super().settle()
+
+    def memory(self, plane_bytes: int) -> Memory:
+        """Return the bytes of this rank's optimizer state; see `Engine.memory`."""
+        moments, itemsize = planes(self.update.state).values(), self.replica.arena.param.itemsize
+        length = self.update.own_length(plane_bytes // itemsize)
+        measured_bytes = sum(x.nbytes for x in moments)
+        return {"optimizer": Bytes(measured_bytes, itemsize * length * len(moments))}
 
     def state(self) -> list[Piece]:
         """Return this rank's part of the state."""

@@ -146,8 +146,7 @@ class UpdateOnNeed(ReplicatedUpdate):
         return self._reducer.wire_s
 
     def wait(self) -> np.ndarray:
-        """End backward, and return the plane of gradients, while sums are on the wire."""
-        self._reducer.finish_backward()
+        """Return the plane of gradients, while sums are on the wire."""
         self._unapplied_buckets.clear()
         return self._arena.grad
 
@@ -159,12 +158,13 @@ class UpdateOnNeed(ReplicatedUpdate):
         if not self._is_checked:
             self._world.on_all_ranks(self._check_calls)
             self._is_checked = True
+        self._reducer.finish_backward()
         self._unapplied_buckets.update(range(len(self._reducer.sums)))
 
     def release(self) -> None:
         """Wait for the sums of a step that has failed, of which none is applied."""
         if not self._unapplied_buckets:
-            self._wait_for_all()
+            self._reducer.wait()
 
     def on_need(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""
@@ -190,13 +190,9 @@ class UpdateOnNeed(ReplicatedUpdate):
         if not self._unapplied_buckets:
             self._bucket_update.count()
 
-    def _wait_for_all(self) -> None:
-        for number in range(len(self._reducer.sums)):
-            self._reducer.wait_for(number)
-
     def _check_calls(self) -> None:
         if slot_names := self._unrequested_names:
-            self._wait_for_all()  # no transfer may be under way when training ends
+            self._reducer.wait()  # no transfer may be under way when training ends
             more_text = f" and {len(slot_names) - 1} more" * (len(slot_names) > 1)
             raise ModelError(
                 "[wire] priority: expected a model that calls key.on_need(name) before it first "

@@ -57,7 +57,7 @@ class SingleEngine(EngineDefaults):
 
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()
-        self._optimizer, self.optimizer_state = optimizer, optimizer.init(replica.arena.param)
+        self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
         self.check = GradientCheck(replica, 1)
 
     train = train_in_lockstep
@@ -71,7 +71,7 @@ class SingleEngine(EngineDefaults):
         with self.times.compute(self._trace, "update"):
             if not flags.failed:
                 self._optimizer.update(
-                    arena.grad, self.optimizer_state, arena.param, arena.layout, arena.gather_rows
+                    arena.grad, self._state, arena.param, arena.layout, arena.gather_rows
                 )
         return sums, flags
 
@@ -84,11 +84,11 @@ class SingleEngine(EngineDefaults):
 
     def state(self) -> list[Piece]:
         """Return the whole state."""
-        return pieces_of(self.replica.arena, self.optimizer_state, 0, 1)
+        return pieces_of(self.replica.arena, self._state, 0, 1)
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state."""
-        request_state(self.replica.arena, self.optimizer_state, saved)
+        request_state(self.replica.arena, self._state, saved)
         warn_of_residuals(saved)
 
     def close(self) -> None:

@@ -99,6 +99,10 @@ class Update:
     def settle(self) -> None:
         """Complete the update of the last step."""
 
+    def own_length(self, length: int) -> int:
+        """Return how many elements of planes of `length` elements this rank updates."""
+        return length
+
 
 class ReplicatedUpdate(Update):
     """Every rank makes the same update of the whole model."""
@@ -152,6 +156,12 @@ class ShardedUpdate(Update):
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
         self._slots = shift_slots(self.own.start, arena.layout)
         self.state = optimizer.init(arena.param[self.own])
+
+    def own_length(self, length: int) -> int:
+        """Return the length of this rank's range."""
+        rank, size = self._group.link.rank, self._group.link.size
+        offsets = bounds(length, size, BLOCK_ELEMENTS)
+        return offsets[rank + 1] - offsets[rank]
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, reduce
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -27,7 +28,7 @@ from hpctrain.core import xp
 from hpctrain.core.trees import map_arrays, sample_count
 from hpctrain.core.xp import Array
 from hpctrain.gradients import arena as arenas
-from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.gradients.replica import Batch, Bytes, Memory, split_batch
 from hpctrain.nn.part import GradientSums
 from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.pipeline.execution import (
@@ -38,15 +39,15 @@ from hpctrain.parallel.pipeline.execution import (
     route,
     run_actions,
 )
-from hpctrain.parallel.pipeline.stage_link import StageLink
+from hpctrain.parallel.pipeline.stage_link import StageLink, message_bytes
 from hpctrain.parallel.pipeline.stages import StagePlan
-from hpctrain.parallel.pipeline.tape_bytes import predict_sample_bytes
+from hpctrain.parallel.pipeline.tape_bytes import peak_bytes, predict_sample_bytes
 from hpctrain.parallel.pipeline.tied_weights import TiedWeights
 from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 from hpctrain.parallel.schedules.check import check
 from hpctrain.parallel.schedules.forward import forward_only
-from hpctrain.parallel.schedules.messages import Message, inbound
+from hpctrain.parallel.schedules.messages import Message, inbound, outbound
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
@@ -85,6 +86,7 @@ class PipelineReplica:
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
         self._pipe, self._link, self._schedule_name = pipe, grid.stages, schedule
         self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
+        self._shapes = {name: p.shape for name, p in model.parameters.items()}
         self.arena = self._make_arena(dtype, on_gpu, grid.norms)
         self._tied_weights = TiedWeights(grid.stages, plan, model, self.arena.param)
         self._bind_views()
@@ -139,17 +141,28 @@ class PipelineReplica:
             self._tied_weights.wait()
             return self._share_sums(step.losses)
 
-    @property
-    def copied_bytes(self) -> int:
-        """The bytes of copies of parameters that other ranks own."""
-        return sum(x.nbytes for x in self._tied_weights.copies.values())
-
-    def predict_sample_bytes(self, samples: int) -> dict[int, float]:
-        """Return the bytes per sample of a tape of each stage, from a pass of an example."""
-        memory = self.arena.param
-        return {
-            stage: predict_sample_bytes(self.model, part, self._params, samples, memory)
+    def memory(self) -> Memory:
+        """Return the bytes of this rank by kind, measured and predicted from the schedule."""
+        assert self.schedule is not None  # `micro_batches` is set
+        model, plan, rank, param = self.model, self.plan, self._pipe.rank, self.arena.param
+        actions, samples = self.schedule.actions[rank], self.samples
+        length = self._planned_length()
+        copied_bytes = sum(x.nbytes for x in self._tied_weights.copies.values())
+        planned_elements = length + plan.copied_elements(model, rank)
+        tapes = {stage: samples * nbytes for stage, nbytes in self.sample_bytes.items()}
+        planned_tapes = {
+            stage: samples * predict_sample_bytes(model, part, self._params, samples, param)
             for stage, part in self._parts.items()
+        }
+        planned_messages = (
+            message_bytes(samples * param.itemsize * prod(plan.boundary_shape(model, m.boundary)))
+            for _, m in outbound(self.schedule, rank)
+        )
+        return {
+            "parameters": Bytes(param.nbytes + copied_bytes, param.itemsize * planned_elements),
+            "gradients": Bytes(self.arena.grad.nbytes, param.itemsize * length),
+            "tapes": Bytes(peak_bytes(actions, tapes), peak_bytes(actions, planned_tapes)),
+            "messages": Bytes(self.sent_bytes, sum(planned_messages)),
         }
 
     def evaluate(self, batch: Batch) -> nn.Sums:
@@ -235,13 +248,20 @@ class PipelineReplica:
         broadcast(self._pipe.main, packed, self.plan.last_rank)
         return nn.losses.unpack(packed, self.loss.terms)
 
+    def _planned_length(self) -> int:
+        """Return the elements of a plane of this rank's slots, from their shapes alone."""
+        own_names = self.plan.owned_names(self.model, self._pipe.rank)
+        planned = arenas.make_arena(
+            self._shapes, self.arena.param.dtype, zeros=_unallocated, own=own_names
+        )
+        return int(planned.param.size)
+
     def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool, norms: Link) -> arenas.Arena:
         """Return the arena of this rank's stages, which exchanges norms with the other ranks."""
         model, pipe = self.model, self._pipe
-        shapes = {name: p.shape for name, p in model.parameters.items()}
         names_of_ranks = [self.plan.owned_names(model, rank) for rank in range(pipe.size)]
         zeros = xp.zeros if on_gpu else aligned_zeros
-        arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names_of_ranks[pipe.rank])
+        arena = arenas.make_arena(self._shapes, dtype, zeros=zeros, own=names_of_ranks[pipe.rank])
 
         def gather_rows(rows: np.ndarray) -> np.ndarray:
             parts = all_gather_bytes(norms, rows.tobytes())
@@ -269,3 +289,8 @@ def _make_program(schedule: PipelineSchedule, rank: int) -> Program:
 def _take_rows(tree: Any, rows: slice) -> Any:
     """Return `rows` of each array of `tree`."""
     return map_arrays(itemgetter(rows), tree)
+
+
+def _unallocated(length: int, dtype: Any) -> np.ndarray:
+    """Return a plane of zeros that needs no memory."""
+    return np.broadcast_to(np.zeros(1, dtype), length)

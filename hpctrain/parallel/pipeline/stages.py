@@ -95,6 +95,15 @@ class StagePlan:
             if uses := tuple((layer, stage) for layer, stage in stages if stage != owner):
                 yield SharedTensor(name, owner, uses)
 
+    def copied_elements(self, model: nn.Model, rank: int) -> int:
+        """Return the size of the tensors that `rank` uses and another rank owns."""
+        own_stages = self.stages_of(rank)
+        return sum(
+            prod(model.parameters[name].shape)
+            for name, owner, uses in self.shared_tensors(model)
+            if owner not in own_stages and any(stage in own_stages for _, stage in uses)
+        )
+
 
 def parameter_uses(model: nn.Model) -> dict[str, list[int]]:
     """Return the layers that use each parameter, ascending: the first one declares it."""
