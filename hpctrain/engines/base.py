@@ -11,37 +11,17 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.small_messages import equal_rows
 from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.xp import to_host
-from hpctrain.engines.engine import Commit, Flags, Task, Times, sum_over
-from hpctrain.engines.replay import Recorder
-from hpctrain.engines.staleness import Staleness
-from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Memory, Replica, ignore_ready
+from hpctrain.engines.engine import Engine, Flags, Task, Times, sum_over
+from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.transport.link import Link
 from hpctrain.world import World
 
 
-class EngineDefaults:
-    """The attributes of `engines.engine.Engine` with the values that most regimes have."""
-
-    algorithm: str | None = None
-    servers = 0
-    asynchronous = False
-    updates_per_step = 1.0
-    recorder: Recorder | None = None
-    staleness: Staleness | None = None
-    commit = Commit()
-
-    def memory(self, plane_bytes: int) -> Memory:
-        """Return no bytes; see `Engine.memory`."""
-        return {}
-
-
-class EngineBase(EngineDefaults):
-    """Implements `engines.engine.Engine` except training, checkpoints and the gradient check."""
+class EngineBase(Engine):
+    """Implements `Engine` except training, checkpoints and the gradient check."""
 
     worker: int | None
-    check: GradientCheck
 
     def __init__(self, world: World, replica: Replica, settings: str):
         """Broadcast the parameters and buffers of rank 0; collective.

@@ -159,23 +159,35 @@ class AgreedCommit(Commit):
         return pieces_of(self._arena, self._state, 0, 1)
 
 
-class Engine(Protocol):
-    """A rank's part in a training regime."""
+class Regime(Protocol):
+    """The facts of a training regime, and this rank's place in it; most regimes keep the values."""
 
     name: str
-    algorithm: str | None  #: the all-reduce of gradients; None without one
+    algorithm: str | None = None  #: the all-reduce of gradients; None without one
     workers: int  #: ranks that compute gradients
-    servers: int  #: ranks or threads that keep parameters for workers
+    servers: int = 0  #: ranks or threads that keep parameters for workers
     worker: int | None  #: this rank's index among the workers; None for a rank that only serves
-    asynchronous: bool  #: each worker takes steps of its own; else all workers share each step
-    updates_per_step: float  #: calls of the optimizer per step of all workers
-    recorder: Recorder | None  #: the recorder of the order of events; None if the order is fixed
+    #: each worker takes steps of its own; else all workers share each step
+    asynchronous: bool = False
+    updates_per_step: float = 1.0  #: calls of the optimizer per step of all workers
+
+
+class Engine(Regime, Protocol):
+    """A rank's part in a training regime."""
+
+    #: the recorder of the order of events; None if the order is fixed
+    recorder: Recorder | None = None
     replica: Replica
     times: Times
-    bytes_sent: int
-    staleness: Staleness | None  #: set on all ranks by `train`; None if no gradient can be stale
+    #: set on all ranks by `train`; None if no gradient can be stale
+    staleness: Staleness | None = None
     check: GradientCheck  #: the check of this rank's gradients
-    commit: Commit  #: of this rank's steps
+    commit: Commit = Commit()  #: of this rank's steps
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since the start."""
+        return 0
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`; return the step reached and the flags; collective.
@@ -198,6 +210,7 @@ class Engine(Protocol):
         They are predicted for planes of `plane_bytes`. Servers and workers that train apart, whose
         states are not those of the arena's planes, count none.
         """
+        return {}
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces; together the ranks' pieces cover the state once."""

@@ -212,7 +212,7 @@ def request_array(arena: Arena, name: str, x: np.ndarray, request: Request) -> N
 
 
 def plane_pieces(
-    arena: Arena, name: str, x: np.ndarray, start: int = 0, number: int = 0, count: int = 1
+    arena: Arena, name: str, x: np.ndarray, start: int = 0, *, number: int = 0, count: int = 1
 ) -> list[Piece]:
     """Return the pieces of `x`, which begins at element `start` of the arena's planes.
 
@@ -231,11 +231,12 @@ def request_plane(
     x: np.ndarray,
     request: Request,
     start: int = 0,
+    *,
     number: int = 0,
     count: int = 1,
 ) -> None:
     """Request the elements that `plane_pieces` saves of the same arguments."""
-    for piece in plane_pieces(arena, name, x, start, number, count):
+    for piece in plane_pieces(arena, name, x, start, number=number, count=count):
         request(name, piece.array, piece.offset, piece.size)
 
 

@@ -17,6 +17,7 @@ from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.base import PipeRow
 from hpctrain.engines.engine import Times
 from hpctrain.engines.parameter_server import push, shard
+from hpctrain.engines.parameter_server.coordinator import ServerMethod
 from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
@@ -123,6 +124,7 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
             times=times,
             trace=Trace(),
             check=check,
+            method=ServerMethod(1),
             push_link=world.link,
             pull_link=world.link,
             coordinator_rank=0,

@@ -38,6 +38,7 @@ from hpctrain.engines.engine import Flags, Task, Work
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import ActiveWorker, PassiveWorker
 from hpctrain.engines.parameter_server.coordinator import Coordinator, PeriodicMethod, Reply, Report
+from hpctrain.engines.parameter_server.roles import WorkerLinks
 from hpctrain.engines.parameter_server.server import Outcome, server_thread
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
@@ -68,7 +69,7 @@ class AdPsgdEngine(GossipEngine):
         if self.worker == COORDINATOR_RANK and self._row.is_first:
             push_link = world.view_for("server push", self._push_link)
             pull_link = world.view_for("server pull", self._pull_link)
-            self._coordinator = Coordinator(push_link, pull_link, range(self.workers))
+            self._coordinator = Coordinator(WorkerLinks(push_link, pull_link, range(self.workers)))
             self._links += [push_link, pull_link]
         self._role = self._make_role(link)
 
@@ -91,10 +92,7 @@ class AdPsgdEngine(GossipEngine):
             reached_step, flags = self._run_steps(work, start)
         if self._coordinator is not None:
             self._method.record_interval(self.recorder, start, until, history.result())
-        if isinstance(self._role, PassiveWorker):
-            if self._row.is_first:
-                self.recorder.record_interval(start, until, turns=history.result())
-            self._role.load_averaged_params()
+        self._role.end_interval(self.recorder, start, until, history.result)
         self.staleness = broadcast_staleness(
             self._world.voters.link, self._method.staleness if self._coordinator else None
         )
@@ -166,15 +164,10 @@ class AdPsgdEngine(GossipEngine):
 
     def _serve(self, start: int, until: int) -> AbstractContextManager[Outcome[list[Any]]]:
         """Return the thread of the coordinator or of a passive worker, with the entries to log."""
-        recorder = self.recorder
-        serve: Callable[[], list[Any]]
+        serve: Callable[[], list[Any]] | None
         if self._coordinator is not None:
-            events = self._method.interval_events(self._coordinator, recorder, start, until)
+            events = self._method.interval_events(self._coordinator, self.recorder, start, until)
             serve = partial(self._coordinator.run, events, apply=lambda event: None)
-        elif isinstance(self._role, PassiveWorker):
-            repeats = recorder.is_replay and self._row.is_first
-            interval = recorder.next_interval(start, until) if repeats else {}
-            serve = self._role.server_body(interval.get("turns"))
         else:
-            return nullcontext(Outcome())
-        return server_thread(serve, self._world)
+            serve = self._role.server_body(self.recorder, start, until)
+        return nullcontext(Outcome()) if serve is None else server_thread(serve, self._world)

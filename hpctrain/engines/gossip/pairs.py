@@ -10,7 +10,7 @@ Two threads share the x of a passive worker and take turns, see turns.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -19,6 +19,7 @@ from hpctrain.core.xp import finish, own_stream
 from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Times
 from hpctrain.engines.gossip.turns import END_TURN, OWN_TURN, TurnLock, make_turn_lock
+from hpctrain.engines.replay import Recorder
 from hpctrain.nn import Key
 from hpctrain.transport.link import Link, Request, wait_all
 from hpctrain.world import World
@@ -48,6 +49,9 @@ class ActiveWorker:
         self._executor = background_executor(world.concurrent, "gossip", param)
         self._averaging: Future[None] | None = None
 
+    def server_body(self, recorder: Recorder, start: int, until: int) -> None:
+        """Return no function: an active worker serves nobody."""
+
     def start_averaging(self, key: Key) -> None:
         """Start the averaging in the second thread."""
         peer = choose_partner(key.seed, self._link.rank, key.step, self._link.size)
@@ -65,6 +69,11 @@ class ActiveWorker:
     def finish_averaging(self) -> None:
         """Inform all passive workers that this worker sends no more parameters."""
         self._executor.submit(self._send_finish).result()
+
+    def end_interval(
+        self, recorder: Recorder, start: int, until: int, turns: Callable[[], list[int]]
+    ) -> None:
+        """Do nothing: the turns are the partners'."""
 
     def close(self) -> None:
         """End the thread."""
@@ -97,15 +106,19 @@ class PassiveWorker:
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
         self._averaged_param, self._inbox = np.zeros_like(param), np.zeros_like(param)
         self._row_link, self._turn_lock = row_link, TurnLock()
+        self._is_first = row_link is None or row_link.rank == 0  # of its row: it has the log
 
-    def server_body(self, turns: Sequence[int] | None) -> Callable[[], list[int]]:
+    def server_body(self, recorder: Recorder, start: int, until: int) -> Callable[[], list[int]]:
         """Return the function that the thread runs; it returns the list of turns at the end.
 
-        A replay repeats the `turns` of the log.
+        A replay repeats the turns of the log from step `start` to `until`.
         """
+        repeats = recorder.is_replay and self._is_first
+        interval = recorder.next_interval(start, until) if repeats else {}
         self._averaged_param[...] = self._param
         finish(self._averaged_param)  # another thread reads these parameters, on its own stream
-        self._turn_lock = make_turn_lock(self._row_link, len(self._active_ranks), turns)
+        active_workers = len(self._active_ranks)
+        self._turn_lock = make_turn_lock(self._row_link, active_workers, interval.get("turns"))
         return self._serve
 
     def start_averaging(self, key: Key) -> None:
@@ -122,8 +135,12 @@ class PassiveWorker:
     def finish_averaging(self) -> None:
         """Do nothing: the thread serves until all active workers have finished."""
 
-    def load_averaged_params(self) -> None:
-        """Copy the average into `param`, after the end of the thread."""
+    def end_interval(
+        self, recorder: Recorder, start: int, until: int, turns: Callable[[], list[int]]
+    ) -> None:
+        """Record the turns of the thread, and copy the average into `param`."""
+        if self._is_first:
+            recorder.record_interval(start, until, turns=turns())
         self._param[...] = self._averaged_param
 
     def close(self) -> None:

@@ -139,9 +139,9 @@ class LocalSgdEngine(AllReduceEngine):
                 self._world,
                 arena,
                 list(self._worker_state.planes.values()),
-                self._sums.allreduce,
-                options.delay,
-                self.times,
+                allreduce=self._sums.allreduce,
+                delay=options.delay,
+                times=self.times,
             )
             self._links.append(averaging.link)
             return averaging

@@ -97,6 +97,7 @@ class DelayedAverage(Averaging):
         world: World,
         arena: Arena,
         planes: Sequence[np.ndarray],
+        *,
         allreduce: AllReduceFunction,
         delay: int,
         times: Times,

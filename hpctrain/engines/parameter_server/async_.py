@@ -68,7 +68,9 @@ class PsAsync(ServerOptions):
         method: ServerMethod = AsyncMethod(workers, self)
         if self.staleness == 0:
             method = SyncMethod(workers, workers)
-        return ParameterServerEngine("ps-async", world, replica, optimizer, roles, method)
+        return ParameterServerEngine(
+            "ps-async", world, replica, optimizer, roles=roles, method=method
+        )
 
     def gradients_per_update(self, workers: int) -> int:
         """Return the number of gradients that are averaged for one update."""

@@ -15,11 +15,12 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import Flags
+from hpctrain.engines.parameter_server.roles import WorkerLinks
 from hpctrain.engines.parameter_server.shard import GradientAction, Order
 from hpctrain.engines.replay import Interval, Recorder
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import Staleness
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Request
 
 
 class Report(NamedTuple):
@@ -146,15 +147,14 @@ class ServerMethod:
 
 
 class Coordinator:
-    """The coordinator's messages: reports arrive by `push_link`, replies leave by `pull_link`."""
+    """The coordinator's messages: reports of workers, and replies."""
 
-    def __init__(self, push_link: Link, pull_link: Link, worker_ranks: Sequence[int]):
-        """Exchange messages with the workers at `worker_ranks`."""
+    def __init__(self, links: WorkerLinks):
+        """Exchange messages by `links`."""
         self.flags = Flags()  #: the maximum of all flags reported in this interval
         self._read_own_flags: Callable[[], Flags] = Flags
-        self._push_link, self._pull_link = push_link, pull_link
-        self._worker_ranks = worker_ranks
-        self._inbox = np.zeros((len(worker_ranks), REPORT_LENGTH), np.int64)
+        self._links = links
+        self._inbox = np.zeros((len(links.ranks), REPORT_LENGTH), np.int64)
         self._posted_receives: dict[int, Request] = {}
         self._sent_replies: dict[int, tuple[Request, np.ndarray]] = {}
 
@@ -171,13 +171,13 @@ class Coordinator:
         self.flags, self._read_own_flags = Flags(), read_own_flags
         history = []
         try:
-            self._post_receives(range(len(self._worker_ranks)))
+            self._post_receives(range(len(self._links.ranks)))
             for event in events:
                 for reply in event.replies:
                     if reply.worker in self._sent_replies:  # it has reported again: returns at once
                         self._sent_replies[reply.worker][0].wait()
                     message = np.array(reply, np.int64)
-                    request = self._pull_link.isend(message, self._worker_ranks[reply.worker])
+                    request = self._links.pull.isend(message, self._links.ranks[reply.worker])
                     self._sent_replies[reply.worker] = request, message
                 apply(event)
                 # One link carries gradients and reports in order: the gradients have been received.
@@ -190,7 +190,7 @@ class Coordinator:
 
     def receive_report(self) -> tuple[int, Report]:
         """Wait for any report; return (worker, report)."""
-        index = self._push_link.wait_any(list(self._posted_receives.values()))
+        index = self._links.push.wait_any(list(self._posted_receives.values()))
         worker = list(self._posted_receives)[index]
         return worker, self._decode_report(worker)
 
@@ -201,8 +201,8 @@ class Coordinator:
 
     def _post_receives(self, workers: Iterable[int]) -> None:
         for worker in workers:
-            self._posted_receives[worker] = self._push_link.irecv(
-                self._inbox[worker], self._worker_ranks[worker]
+            self._posted_receives[worker] = self._links.push.irecv(
+                self._inbox[worker], self._links.ranks[worker]
             )
 
     def _decode_report(self, worker: int) -> Report:

@@ -31,7 +31,7 @@ from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Flags, Work
 from hpctrain.engines.parameter_server.coordinator import PeriodicMethod, Reply, Report
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
-from hpctrain.engines.parameter_server.roles import Roles, ServerOptions
+from hpctrain.engines.parameter_server.roles import Roles, ServerOptions, WorkerLinks
 from hpctrain.engines.parameter_server.shard import (
     GradientAction,
     Order,
@@ -82,9 +82,9 @@ class EasgdEngine(ParameterServerEngine):
         roles: Roles,
         method: PeriodicMethod,
     ):
-        self._period, self._shard_class = method.period, CentreShard
+        self._shard_class = CentreShard
         self._executor = background_executor(world.concurrent, "exchange", replica.arena.param)
-        super().__init__("easgd", world, replica, optimizer, roles, method)
+        super().__init__("easgd", world, replica, optimizer, roles=roles, method=method)
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces: servers save the centre, workers their own state."""
@@ -108,7 +108,6 @@ class EasgdEngine(ParameterServerEngine):
         return ElasticWorker(
             **self._worker_fields(roles),
             worker_state=WorkerState(arena, optimizer, state, self.worker, self.workers),
-            period=self._period,
             executor=self._executor,
         )
 
@@ -118,7 +117,7 @@ class ElasticWorker(Worker):
     """A worker that trains apart and exchanges differences with the centre."""
 
     worker_state: WorkerState
-    period: int  #: steps between two exchanges
+    method: PeriodicMethod
     executor: Executor  #: only its thread uses the links
 
     def __post_init__(self) -> None:
@@ -143,7 +142,7 @@ class ElasticWorker(Worker):
         """Run the granted steps; overlap the last one with the exchange."""
         param, last_step = self.replica.arena.param, reply.step + reply.grant - 1
         sums = self._run_steps(work, range(reply.step, last_step))
-        exchange_is_due = not self.flags.failed and (last_step + 1) % self.period == 0
+        exchange_is_due = not self.flags.failed and (last_step + 1) % self.method.period == 0
         if exchange_is_due:
             self._sent_param[...] = param
         flags = self.row.join(self.flags.merge(work.flags()))
@@ -205,8 +204,15 @@ class ElasticWorker(Worker):
 class CentreShard(Shard):
     """A server's range of the centre; only workers update with gradients."""
 
-    def __init__(self, arena: Arena, own_range: slice, optimizer: Optimizer, **kwargs: Any):
-        super().__init__(arena, own_range, sgd(0.0), **kwargs)
+    def __init__(
+        self,
+        arena: Arena,
+        own_range: slice,
+        optimizer: Optimizer,
+        links: WorkerLinks,
+        **kwargs: Any,
+    ):
+        super().__init__(arena, own_range, sgd(0.0), links, **kwargs)
         self._difference = np.empty_like(self.param)
 
     def apply(self, order: Order) -> None:
@@ -221,7 +227,9 @@ class CentreShard(Shard):
             np.subtract(worker_param, centre, out=difference)
             difference *= order.factor
             centre += difference
-            self._send_requests[i].append(self._pull_link.isend(difference, self._workers[worker]))
+            self._send_requests[i].append(
+                self._links.pull.isend(difference, self._links.ranks[worker])
+            )
 
     def pieces(self) -> list[Piece]:
         """Return this server's part of the centre."""

@@ -33,7 +33,7 @@ from hpctrain.engines.engine import (
     sum_in_layer,
 )
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Event, ServerMethod
-from hpctrain.engines.parameter_server.roles import Roles
+from hpctrain.engines.parameter_server.roles import Roles, WorkerLinks
 from hpctrain.engines.parameter_server.server import EventSource, Server, server_thread
 from hpctrain.engines.parameter_server.shard import Shard, shard_ranges, wire_slices
 from hpctrain.engines.parameter_server.worker import Worker
@@ -60,6 +60,7 @@ class ParameterServerEngine(EngineBase):
         world: World,
         replica: Replica,
         optimizer: Optimizer,
+        *,
         roles: Roles,
         method: ServerMethod,
     ):
@@ -140,21 +141,19 @@ class ParameterServerEngine(EngineBase):
             sum_over_workers = partial(sum_in_layer, self._workers, self.times, self._trace)
         return Worker(
             **self._worker_fields(roles),
-            push_every=method.push_every,
-            pull_every=method.pull_every,
             local_optimizer=local_optimizer,
             sum_over_workers=sum_over_workers,
-            drops_gradients=method.asynchronous,
         )
 
     def _worker_fields(self, roles: Roles) -> dict[str, Any]:
-        """Return the fields of a worker that do not depend on the method."""
+        """Return the fields that all workers have."""
         return {
             "row": self._row,
             "replica": self.replica,
             "times": self.times,
             "trace": self._trace,
             "check": self.check,
+            "method": self._method,
             "push_link": self._links[0],
             "pull_link": self._links[1],
             "coordinator_rank": roles.servers[0],
@@ -190,19 +189,17 @@ class ParameterServerEngine(EngineBase):
             pull_link = self._world.view_for("server pull", pull_link)
             self._links += [push_link, pull_link]
         arena, method = self.replica.arena, self._method
+        links = WorkerLinks(push_link, pull_link, roles.workers)
         shard = self._shard_class(
             arena,
             shard_ranges(arena.param.size, self.servers)[servers.rank],
             optimizer,
+            links,
             gather_rows=partial(gather_rows, servers, arena),
-            push_link=push_link,
-            pull_link=pull_link,
-            workers=roles.workers,
             delay_compensation=method.delay_compensation,
             accumulates=method.accumulates,
         )
-        coordinator = Coordinator(push_link, pull_link, roles.workers)
-        return Server(shard, coordinator, self._order_link, self.workers, self._trace)
+        return Server(shard, Coordinator(links), self._order_link, self.workers, self._trace)
 
     def _serve(self, events: EventSource, read_own_flags: Callable[[], Flags]) -> list[Event]:
         """Serve in the main thread; its time counts as compute or as waiting."""

@@ -7,12 +7,14 @@ colocated, 2 servers on 3 ranks     worker 0   worker 1   worker 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
+from hpctrain.transport.link import Link
 
 
 class Roles(NamedTuple):
@@ -25,6 +27,14 @@ class Roles(NamedTuple):
         """Return the indexes of `rank` among the workers and the servers; None where it is none."""
         worker, server = (ranks.index(rank) if rank in ranks else None for ranks in self)
         return worker, server
+
+
+class WorkerLinks(NamedTuple):
+    """A server's links to the workers, and their ranks."""
+
+    push: Link  #: reports and gradients arrive
+    pull: Link  #: replies and parameters leave
+    ranks: Sequence[int]
 
 
 @config.options

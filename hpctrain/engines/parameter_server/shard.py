@@ -26,12 +26,13 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
+from hpctrain.engines.parameter_server.roles import WorkerLinks
 from hpctrain.engines.saved_state import SavedState, optimizer_pieces, plane_pieces, request_plane
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import ABSENT
 from hpctrain.optim.optimizer import BLOCK_ELEMENTS, GatherRows, State
-from hpctrain.transport.link import Link, Request, wait_all
+from hpctrain.transport.link import Request, wait_all
 
 RECEIVES_AHEAD = 2  #: the number of slices for which receives are posted in advance
 
@@ -76,17 +77,14 @@ class Shard:
         arena: Arena,
         own_range: slice,
         optimizer: Optimizer,
+        links: WorkerLinks,
         *,
         gather_rows: GatherRows,
-        push_link: Link,
-        pull_link: Link,
-        workers: Sequence[int],
         delay_compensation: float = 0.0,
         accumulates: bool = False,
     ):
         """Keep the arena's parameters in `own_range`.
 
-        Gradients arrive by `push_link`, parameters leave by `pull_link`; `workers` are ranks.
         `gather_rows` returns each shard's partial sums. `delay_compensation` is the lambda of
         Zheng et al. (2017). With `accumulates` the shard accepts orders to ADD, which need memory
         for a whole gradient.
@@ -94,8 +92,7 @@ class Shard:
         # In host memory even if workers compute on GPUs: servers run on the cores of the host.
         self.param = to_host(arena.param[own_range]).copy()
         self._arena, self._own_range, self._gather_rows = arena, own_range, gather_rows
-        self._optimizer, self._workers = optimizer, workers
-        self._push_link, self._pull_link = push_link, pull_link
+        self._optimizer, self._links = optimizer, links
         self._wire_slices = wire_slices(slice(0, self.param.size), self.param.itemsize)
         self._needs_whole_gradient = optimizer.needs_norms or accumulates
         sum_size = self.param.size if self._needs_whole_gradient else 0
@@ -107,12 +104,14 @@ class Shard:
         self._slots = [shift_slots(first + part.start, arena.layout) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         max_length = max((s.stop - s.start for s in self._wire_slices), default=0)
-        self._inbox = np.empty((RECEIVES_AHEAD, len(workers), max_length), self.param.dtype)
+        self._inbox = np.empty((RECEIVES_AHEAD, len(links.ranks), max_length), self.param.dtype)
         self._send_requests: list[list[Request]] = [[] for _ in self._wire_slices]
         #: the slices in the order of sending: the last first, as backward computes them
         self._send_order = range(len(self._wire_slices))[::-1]
         self._delay_compensation = delay_compensation
-        self._params_at_pull = [self.param.copy() for _ in workers] if delay_compensation else []
+        self._params_at_pull = (
+            [self.param.copy() for _ in links.ranks] if delay_compensation else []
+        )
 
     def apply(self, order: Order) -> None:
         """Receive and use the gradients of `order`, then send the parameters to its workers."""
@@ -171,7 +170,7 @@ class Shard:
     def _post_receive(self, i: int, worker: int) -> tuple[Request, np.ndarray]:
         length = self._wire_slices[i].stop - self._wire_slices[i].start
         gradient = self._inbox[i % RECEIVES_AHEAD, worker, :length]
-        return self._push_link.irecv(gradient, self._workers[worker]), gradient
+        return self._links.push.irecv(gradient, self._links.ranks[worker]), gradient
 
     def _sum_gradients(self, i: int, gradients: list[np.ndarray], order: Order) -> np.ndarray:
         """Return the sum of slice `i` over workers; it overwrites the first of `gradients`."""
@@ -216,7 +215,7 @@ class Shard:
         part = self._wire_slices[i]
         for worker in workers:
             self._send_requests[i].append(
-                self._pull_link.isend(self.param[part], self._workers[worker])
+                self._links.pull.isend(self.param[part], self._links.ranks[worker])
             )
             if self._params_at_pull:
                 self._params_at_pull[worker][part] = self.param[part]

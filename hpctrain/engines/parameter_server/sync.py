@@ -58,7 +58,9 @@ class PsSync(ServerOptions):
         workers = len(roles.workers)
         self.must_fit(workers)
         method = SyncMethod(workers, workers - self.backup_workers)
-        return ParameterServerEngine("ps-sync", world, replica, optimizer, roles, method)
+        return ParameterServerEngine(
+            "ps-sync", world, replica, optimizer, roles=roles, method=method
+        )
 
 
 class SyncMethod(ServerMethod):

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.engines.base import PipeRow
 from hpctrain.engines.engine import Flags, Task, Times, Work
-from hpctrain.engines.parameter_server.coordinator import Reply, Report
+from hpctrain.engines.parameter_server.coordinator import Reply, Report, ServerMethod
 from hpctrain.engines.parameter_server.push import GradientPush, ServerSlices
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
@@ -29,19 +29,15 @@ class Worker:
     times: Times
     trace: Trace
     check: GradientCheck
+    method: ServerMethod
     push_link: Link  #: to the servers: reports and gradients
     pull_link: Link  #: from the servers: replies and parameters
     coordinator_rank: int  #: the rank of the first server
     server_slices: ServerSlices
-    push_every: int = 1
-    pull_every: int = 1
     #: updates this worker's parameters between two pulls
     local_optimizer: Optimizer | None = None
     #: for layers, if all workers take each step together
     sum_over_workers: Callable[[np.ndarray], np.ndarray] | None = None
-    #: the worker itself drops a gradient that is not finite; otherwise it reports the failure, and
-    #: the servers drop all gradients of that step
-    drops_gradients: bool = False
     #: flags at the end of training that no report contained
     flags: Flags = field(default=Flags(), init=False)
     _steps_since_pull: int = field(default=0, init=False)
@@ -49,7 +45,7 @@ class Worker:
     @cached_property
     def _gradient_push(self) -> GradientPush:
         """The gradients to push; created on first use: a subclass may push parameters instead."""
-        accumulates = self.push_every > 1
+        accumulates = self.method.push_every > 1
         return GradientPush(self.replica.arena, self.server_slices, accumulates)
 
     def run(self, work: Work, start: int) -> None:
@@ -61,7 +57,7 @@ class Worker:
             first_step = reply.step
             sums, report = self._compute_round(work, first_step)
             reply = self._exchange_with_servers(report)
-            is_updated = self.drops_gradients or reply.run_step != first_step
+            is_updated = self.method.asynchronous or reply.run_step != first_step
             if report.has_push and not report.flags.failed and is_updated:
                 work.record(reply.run_step, sums)
 
@@ -69,7 +65,8 @@ class Worker:
         """Compute the gradients of a push, from step `first_step` on."""
         sums: Sums = {}
         flags, targets, batch_targets = work.flags(), 0.0, 0
-        last_step = first_step + self.push_every - 1
+        push_every = self.method.push_every
+        last_step = first_step + push_every - 1
         for step in range(first_step, last_step + 1):
             task = work.task(step)
             step_sums, flags = self._compute_gradient(task, step, flags, step == last_step)
@@ -79,18 +76,22 @@ class Worker:
             batch_targets += round(1 / task.scale)
             # Not the count of the loss, which may be a sum of weights.
             targets += task.batch.n / max(task.key.samples, 1) / task.scale
-        has_push, is_finite, steps = True, not flags.failed, self.push_every
-        if self.drops_gradients and self.check.may_continue(is_finite, work.max_drops, steps):
+        has_push, is_finite = True, not flags.failed
+        # An asynchronous worker itself drops a gradient that is not finite; others report the
+        # failure, and the servers drop all gradients of that step.
+        if self.method.asynchronous and self.check.may_continue(
+            is_finite, work.max_drops, push_every
+        ):
             has_push, flags = is_finite, flags._replace(failed=0)
         if not has_push:
             self._gradient_push.clear()
-        self._steps_since_pull += self.push_every
+        self._steps_since_pull += push_every
         return sums, Report(
             step=first_step,
             flags=flags,
-            steps=self.push_every,
+            steps=push_every,
             has_push=has_push,
-            wants_pull=self._steps_since_pull >= self.pull_every,
+            wants_pull=self._steps_since_pull >= self.method.pull_every,
             targets=round(targets),
             batch_targets=batch_targets,
         )

@@ -10,8 +10,8 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.base import EngineDefaults
 from hpctrain.engines.engine import (
+    Engine,
     Flags,
     Task,
     Times,
@@ -49,11 +49,11 @@ class Single(ReductionOptions):
         )
 
 
-class SingleEngine(EngineDefaults):
+class SingleEngine(Engine):
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "single"
-    workers, worker, bytes_sent = 1, 0, 0
+    workers, worker = 1, 0
 
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()
