@@ -58,7 +58,7 @@ def measure_contenders(
     contenders = {
         "checked": lambda: ht.allreduce(x),
         "unchecked": lambda: ht.allreduce(x, check=False),
-        "native": world.link.native.bind("allreduce", x, np.add).call,
+        "native": world.link.endpoint.native.bind("allreduce", x, np.add).call,
     }
     around = {name: partial(warm_up_call, call) for name, call in contenders.items()}
     measure = partial(time_interleaved, world.link, contenders, rounds, contexts=around)

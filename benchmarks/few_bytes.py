@@ -99,14 +99,14 @@ def check_claims(seconds: Mapping[str, list[float]]) -> dict[str, bool]:
 def make_contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Return the calls, all of MPI's own all-reduce of `x` unless `auto` takes another."""
     link = world.link
-    native_call = link.native.bind("allreduce", x, np.add).call
+    native_call = link.endpoint.native.bind("allreduce", x, np.add).call
     return {
         "native": native_call,
         "in a frame": lambda: native_call(),
         "in notes": partial(call_with_notes, world, native_call, x.nbytes),
-        "noticed": link.native.bind_allreduce(x, np.add),
+        "noticed": link.endpoint.native.bind_allreduce(x, np.add),
         "bound": user_calls.bind(x, algorithm="native", world=world),
-        "native-plain": link.native.bind("allreduce plain", x, np.add).call,
+        "native-plain": link.endpoint.native.bind("allreduce plain", x, np.add).call,
         "plain": lambda: ht.allreduce(x, check=False),
         "checked": lambda: ht.allreduce(x),
         "chosen": partial(auto, world.main, x, np.add),
@@ -115,7 +115,7 @@ def make_contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]
 
 def call_with_notes(world: World, call: Callable[[], Any], nbytes: int) -> None:
     """Make a call with a note in the watch's record before and after it."""
-    entry = world.link.entry  # type: ignore[attr-defined]
+    entry = world.link.endpoint.waits.entry
     entry.enter(b"MPI_Allreduce", -1, nbytes)
     call()
     entry.leave()

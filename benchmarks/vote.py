@@ -35,7 +35,7 @@ def main() -> None:
     votes = {
         "flags": lambda: elementwise_maximum(world.main, (0, 1)),
         "messages": lambda: recursive_doubling(world.main, ballot, np.maximum),
-        "native": lambda: world.link.native.bind_allreduce(ballot, np.maximum)(),
+        "native": lambda: world.link.endpoint.native.bind_allreduce(ballot, np.maximum)(),
     }
     back_to_back = time_interleaved(world.link, votes, arguments.rounds, calls=50)
     after_compute_s = {

@@ -132,13 +132,17 @@ def staged_group(world: World) -> Group:
     """Return a group in which GPUs' arrays go through pinned memory of the host."""
     group = world.group_for("staged")
     for link in group.links:
-        link.set_paths(["staged"] * link.size)
+        link.endpoint.traffic.set_paths(["staged"] * link.size)
     return group
 
 
 def pointer_group(world: World) -> Group | None:
     """Return a group in which MPI is given pointers to GPU memory, if it may be everywhere."""
-    return world.main if all(path in POINTER_PATHS for path in world.link.paths) else None
+    return (
+        world.main
+        if all(path in POINTER_PATHS for path in world.link.endpoint.traffic.paths)
+        else None
+    )
 
 
 def ranks_share_gpu(world: World) -> bool:

@@ -90,17 +90,17 @@ class Group:
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent in this group."""
-        return sum(link.bytes_sent for link in self.links)
+        return sum(link.endpoint.traffic.bytes_sent for link in self.links)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of GPUs' arrays that this rank has copied to or from the host for this group."""
-        return sum(link.host_bytes for link in self.links)
+        return sum(link.endpoint.traffic.host_bytes for link in self.links)
 
     def free(self) -> None:
         """Give back all links; all ranks must call."""
         for link in reversed(self.links):
-            link.free()
+            link.endpoint.free()
 
 
 def group_over_nodes(link: Link, hosts: Sequence[str]) -> Group:

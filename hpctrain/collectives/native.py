@@ -27,7 +27,7 @@ def native(group: Group, x: np.ndarray, op: Operation) -> None:
     host = to_host(x)
     _reduce_on_host(group, host, op)
     copy(x, host)
-    group.link.host_bytes += 2 * x.nbytes
+    group.link.endpoint.traffic.host_bytes += 2 * x.nbytes
 
 
 def _reduce_on_host(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -37,8 +37,8 @@ def _reduce_on_host(group: Group, x: np.ndarray, op: Operation) -> None:
         op.decode(keys)
     elif x.dtype.kind in "iu" and x.itemsize <= 2:
         widened = x.astype(np.int32)
-        group.link.native.bind_allreduce(widened, op)()
+        group.link.endpoint.native.bind_allreduce(widened, op)()
         x[...] = widened
     else:
         native_op = np.multiply if op is multiply_complex else op
-        group.link.native.bind_allreduce(x, native_op)()
+        group.link.endpoint.native.bind_allreduce(x, native_op)()

@@ -38,8 +38,9 @@ def nccl(group: Group, x: Array, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     if x.size == 0:
         return
-    communicator, link = communicator_for(group, x), group.link
-    wait_for = partial(link.wait_for, call=b"nccl") if link.survives else None
+    communicator, endpoint = communicator_for(group, x), group.link.endpoint
+    survives, waits = endpoint.survivors.survives, endpoint.waits
+    wait_for = partial(waits.wait_for, call=b"nccl") if survives else None
     if isinstance(op, Extremum):
         keys = op.encode(x)
         communicator.allreduce(keys, op.ufunc, wait_for)
@@ -69,5 +70,7 @@ def communicator_for(group: Group, x: Array) -> Communicator:
             )
         id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.uint8)
         broadcast(group, id_buffer)
-        _communicators[link] = Communicator(link.rank, link.size, device, id_buffer, link.survives)
+        _communicators[link] = Communicator(
+            link.rank, link.size, device, id_buffer, link.endpoint.survivors.survives
+        )
     return _communicators[link]

@@ -52,13 +52,14 @@ def write_mark(event: str, value: int = 0) -> None:
 def _write(descriptor: int, event: str, value: int) -> None:
     deadline = time.monotonic() + _DRAIN_S
     with suppress(OSError):  # not a pipe
-        while _unread_bytes(descriptor) and time.monotonic() < deadline:
+        while unread_bytes(descriptor) and time.monotonic() < deadline:
             time.sleep(0.005)
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     os.write(descriptor, MARK.format(rank, event, value).encode())
 
 
-def _unread_bytes(pipe: int) -> int:
+def unread_bytes(pipe: int) -> int:
+    """Return the number of bytes in `pipe` that its reader has not read; OSError for no pipe."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 

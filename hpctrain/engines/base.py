@@ -44,7 +44,8 @@ class EngineBase(Engine):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
         pipe_bytes = self._world.grid.bytes_sent if self._world.grid else 0
-        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links) + pipe_bytes
+        links = [*self._group.links, *self._links]
+        return sum(link.endpoint.traffic.bytes_sent for link in links) + pipe_bytes
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -74,7 +75,7 @@ class EngineBase(Engine):
     def close(self) -> None:
         """Free the links; collective."""
         for link in reversed(self._links):
-            link.free()
+            link.endpoint.free()
 
     def _compute_gradient(self, task: Task) -> tuple[Sums, bool]:
         """Compute a gradient; return (sums, whether it is finite on all ranks of the row)."""

@@ -143,7 +143,8 @@ class AgreedCommit(Commit):
 
     def agree(self, step: int, failed: bool) -> None:
         """Agree on the sums of step `step`; unless it has `failed`, the step is committed."""
-        self._link.agree()  # all ranks that are left have the sums, or none updates
+        # All ranks that are left have the sums, or none updates.
+        self._link.endpoint.survivors.agree()
         if not failed:
             self.step = step + 1
 

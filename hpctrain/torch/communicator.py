@@ -17,7 +17,7 @@ from hpctrain.collectives.native import native
 from hpctrain.torch.begun import share_begun
 from hpctrain.torch.job import end_after_loss
 from hpctrain.torch.progress import Progress
-from hpctrain.transport.mpi.link import MpiLink
+from hpctrain.transport.mpi.calls import calls_of
 from hpctrain.transport.mpi.tagged import TaggedMessages
 from hpctrain.transport.pace import SPIN_S
 from hpctrain.world import World
@@ -80,8 +80,7 @@ def nap_while_waiting(group: Group, limit_s: float, threaded: bool) -> None:
     """Let the waits of `group` nap after a moment, and end after `limit_s`."""
     spin_s = 0.0 if threaded else SPIN_S  # polls of a thread would disturb compute
     for link in group.links:
-        assert isinstance(link, MpiLink)
-        link.nap_after(spin_s, limit_s)
+        calls_of(link).nap_after(spin_s, limit_s)
 
 
 def _without_native(choices: Choices | None) -> Choices | None:

@@ -110,7 +110,9 @@ def end_after_loss(job: World, reason: str = ENDS_AFTER_LOSS) -> NoReturn:
     """End the job; one rank names the lost ranks, and the `reason` why the others end."""
     _ends.acquire()
     deadline = time.monotonic() + LOST_NAMES_S
-    while not (lost_ranks := job.link.lost_ranks()) and time.monotonic() < deadline:
+    while (
+        not (lost_ranks := job.link.endpoint.survivors.lost_ranks()) and time.monotonic() < deadline
+    ):
         time.sleep(0.01)  # this rank has noticed that links are revoked, not yet whose loss it was
     rank_names = (
         ", ".join(f"rank {rank} ({job.hosts[rank]})" for rank in sorted(lost_ranks)) or "a rank"

@@ -29,7 +29,7 @@ from hpctrain.core.errors import LostRankError, TransportError
 from hpctrain.torch.begun import Begun
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.device import gpus
-from hpctrain.transport.mpi.link import MpiLink
+from hpctrain.transport.mpi.calls import MpiCalls, calls_of
 from hpctrain.transport.pace import SPIN_S, Pace
 from hpctrain.watch import Entry, WatchRecord
 from hpctrain.world import World
@@ -98,7 +98,7 @@ class Progress:
 
         `has_thread`: whether there may be one; else all operations run in their calls.
         """
-        self._links = [link for link in world.main.links if isinstance(link, MpiLink)]
+        self._link, self._waits = world.main.link, [*map(calls_of, world.main.links)]
         self._record, self._on_loss, self._gpu = record, on_loss, world.gpu
         self.limit_s = limit_s
         self._begun, self._has_thread = begun, has_thread
@@ -210,8 +210,8 @@ class Progress:
             gpus.use_gpu(self._gpu.ordinal)
         number = min(next(_thread_numbers), _MAX_THREAD_ENTRIES)
         entry = self._record.entry(f"torch thread {number}")
-        watcher = self._links[0].view()
-        watcher.record_waits_in(entry)
+        watcher = calls_of(self._link.endpoint.view())
+        watcher.entry = entry
         while (pending := self._inbox.get()) is not None:
             watcher.nap_after(0.0, self.limit_s)
             try:
@@ -224,7 +224,7 @@ class Progress:
             with self._lock, self._recorded_in(entry):
                 self.finish(pending.work)
 
-    def _wait_for_peers(self, pending: _Pending, watcher: MpiLink) -> None:
+    def _wait_for_peers(self, pending: _Pending, watcher: MpiCalls) -> None:
         """Return once all ranks have begun the operation, or this rank's wait runs it."""
         begun = self._begun
         if begun is not None:
@@ -273,13 +273,13 @@ class Progress:
     @contextmanager
     def _recorded_in(self, entry: Entry) -> Iterator[None]:
         """Let the group's calls be recorded in the thread's `entry`, while it holds the lock."""
-        own, entries = self._entry, [link.entry for link in self._links]
+        own, entries = self._entry, [waits.entry for waits in self._waits]
         self._entry = entry
-        for link in self._links:
-            link.record_waits_in(entry)
+        for waits in self._waits:
+            waits.entry = entry
         try:
             yield
         finally:
             self._entry = own
-            for link, earlier in zip(self._links, entries, strict=True):
-                link.record_waits_in(earlier)
+            for waits, earlier in zip(self._waits, entries, strict=True):
+                waits.entry = earlier

@@ -239,7 +239,7 @@ class Loop:
         reader.fetch(self._world.job.link)  # spares, too, send what they hold
         reader.finish()
         self._go_back(reader.step, reader.about)
-        self._world.link.agree()
+        self._world.link.endpoint.survivors.agree()
 
     def resume(self, run: Path) -> None:
         """Restore the newest good checkpoint, if there is one."""

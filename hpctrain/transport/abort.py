@@ -9,20 +9,18 @@ to report aborts the job. An error before MPI_Init: most likely all ranks have t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import logging
 import os
 import signal
 import socket
 import sys
-import termios
 import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.core import launchers
+from hpctrain.core import launchers, rank_marks
 from hpctrain.core.errors import (
     AGREED_ERRORS,
     BadSampleError,
@@ -35,6 +33,7 @@ from hpctrain.core.errors import (
 from hpctrain.core.launchers import Launched
 from hpctrain.core.printing import printable, say
 from hpctrain.core.xp import shortage
+from hpctrain.transport.pace import Pace
 from hpctrain.watch import HungReport, dump_stacks, write_report
 
 log = logging.getLogger(__name__)
@@ -181,11 +180,6 @@ def _write_hang(run: Path | None, text: str) -> None:
 def _print(text: str) -> None:
     """Print on stderr and wait until the launcher has read it: it drops output after an abort."""
     say(text, err=True)
-    deadline = time.monotonic() + OUTPUT_S
-    with contextlib.suppress(OSError, ValueError):  # not a pipe
-        while time.monotonic() < deadline and _unread_bytes(sys.stderr.fileno()):
-            time.sleep(0.005)
-
-
-def _unread_bytes(pipe: int) -> int:
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+    with contextlib.suppress(OSError, ValueError):  # not a pipe; TimeoutError is an OSError
+        pipe = sys.stderr.fileno()
+        Pace.of_naps(0.005, OUTPUT_S).until(lambda: not rank_marks.unread_bytes(pipe))

@@ -9,6 +9,7 @@ of bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,61 +57,16 @@ class NativeCollectives(Protocol):
         """
 
 
-class Link(Protocol):
-    """Links `rank` to `size` ranks that can send to each other."""
+class Survivors(Protocol):
+    """The ranks of a link that are left after a loss: how they agree and go on.
 
-    rank: int
-    size: int
-    bytes_sent: int  #: payload bytes this rank has sent on this link
-    messages_sent: int
-    host_bytes: int  #: bytes of GPU arrays, copied to or from the host for messages
-    paths: tuple[Path, ...]  #: path of GPU memory to each rank; empty without GPUs
-    #: to each rank: the sizes from which messages are staged, or sent by pointer
-    path_thresholds: tuple[Thresholds, ...]
-    #: of waits for messages, to leave the core to threads that compute; None: MPI polls
-    pace: Pace | None
-
-    def isend(self, x: np.ndarray, dest: int) -> Request:
-        """Start to send `x` to rank `dest`."""
-
-    def irecv(self, x: np.ndarray, source: int) -> Request:
-        """Start to fill `x` from rank `source`."""
-
-    def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
-        """Send `x` and fill `inbox`, both at once."""
-
-    def wait_any(self, requests: Sequence[Any]) -> int:
-        """Return the index of one finished request of this link; it needs no further `wait`."""
-
-    def split(self, color: int, key: int) -> Link:
-        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
-
-    def create_group(self, ranks: Sequence[int], tag: int = 0) -> Link:
-        """Return the link of `ranks` of this link, in this order; these alone must call.
-
-        Calls that may be under way at once, as in two threads, need different tags.
-        """
-
-    def view(self) -> Link:
-        """Return this link for a second thread: of the two, one may only send, one only receive."""
-
-    def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
-        """Give GPU arrays to MPI only if `paths`, one per rank, allow it; all must call.
-
-        `path_thresholds`, also one per rank, restricts the paths to some message sizes; () to none.
-        Links that are split from this one inherit both.
-        """
-
-    def barrier(self) -> None:
-        """Return once every rank has called."""
+    Every other call of the link raises LostRankError if a lost rank keeps it from completing.
+    Whoever raises it first has revoked all links of the family, so that no rank waits for this one.
+    """
 
     @property
     def survives(self) -> bool:
-        """Whether survivors of a lost rank can go on: the calls below then do what they say.
-
-        Every other call raises LostRankError if a lost rank keeps it from completing. Whoever
-        raises it first has revoked all links of the family, so that no rank waits for this one.
-        """
+        """Whether survivors of a lost rank can go on: the calls below then do what they say."""
 
     def agree(self) -> None:
         """Return on all ranks that are left, or raise LostRankError on all; collective.
@@ -136,21 +92,99 @@ class Link(Protocol):
         All ranks that are left must call.
         """
 
-    def wait_for(self, condition: Callable[[], bool], call: bytes) -> None:
-        """Return once `condition()` holds; it reads shared memory that another rank writes."""
 
-    def window(self, nbytes: int) -> Sequence[np.ndarray]:
-        """Return every rank's zeroed uint8 array, ours with `nbytes`; collective on one node."""
+class Waits(Protocol):
+    """The waits of a link: their pace, their record in the watch, and their end."""
 
-    @property
-    def native(self) -> NativeCollectives:
-        """The library's own collectives on these ranks."""
+    #: of waits for messages, to leave the core to threads that compute; None: MPI polls
+    pace: Pace | None
+    entry: Entry  #: the watch's, in which waiting calls are recorded
 
-    def record_waits_in(self, entry: Entry) -> None:
-        """Record waiting calls in the watch's `entry` from now on."""
+    def wait_for(
+        self, condition: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
+    ) -> None:
+        """Return once `condition()` holds; it reads shared memory that another rank writes.
+
+        The watch's record names `call`, its `nbytes`, and the `peer`, -1 for all ranks.
+        """
 
     def interrupt_others(self) -> bool:
         """If all ranks are threads of this process, end their waits; return whether they are."""
 
-    def free(self) -> None:
-        """Free the resources of this link; all its ranks must call, and none may use it after."""
+
+@dataclass
+class Traffic:
+    """The messages of a link: their number and bytes, and the paths of GPU memory."""
+
+    bytes_sent: int = 0  #: payload bytes this rank has sent on this link
+    messages_sent: int = 0
+    host_bytes: int = 0  #: bytes of GPU arrays, copied to or from the host for messages
+    paths: tuple[Path, ...] = ()  #: path of GPU memory to each rank; empty without GPUs
+    #: to each rank: the sizes from which messages are staged, or sent by pointer
+    path_thresholds: tuple[Thresholds, ...] = ()
+    unqueued_type: type | None = np.ndarray  #: of arrays that need no queue; None: all need one
+
+    def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
+        """Give GPU arrays to MPI only if `paths`, one per rank, allow it; all must call.
+
+        `path_thresholds`, also one per rank, restricts the paths to some message sizes; () to none.
+        Links that are split from this one inherit both.
+        """
+        self.paths, self.unqueued_type = tuple(paths), None
+        self.path_thresholds = tuple(path_thresholds) or ((),) * len(self.paths)
+
+    def count(self, nbytes: int) -> None:
+        """Count a message of `nbytes`."""
+        self.bytes_sent += nbytes
+        self.messages_sent += 1
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A rank's end of a link: what the runtime does with it beside the messages of algorithms."""
+
+    survivors: Survivors
+    waits: Waits
+    traffic: Traffic
+    native: NativeCollectives  #: the library's own collectives on these ranks
+    #: window(n) -> every rank's zeroed uint8 array, ours with n bytes; collective on one node
+    window: Callable[[int], Sequence[np.ndarray]]
+    #: the link for a second thread: of the two, one may only send, one only receive
+    view: Callable[[], Link]
+    #: frees the link's resources; all its ranks must call, and none may use it after
+    free: Callable[[], None]
+
+
+class Link(Protocol):
+    """Links `rank` to `size` ranks that can send to each other."""
+
+    rank: int
+    size: int
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This rank's end of the link, for the runtime around the algorithms."""
+
+    def isend(self, x: np.ndarray, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
+
+    def irecv(self, x: np.ndarray, source: int) -> Request:
+        """Start to fill `x` from rank `source`."""
+
+    def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
+        """Send `x` and fill `inbox`, both at once."""
+
+    def wait_any(self, requests: Sequence[Any]) -> int:
+        """Return the index of one finished request of this link; it needs no further `wait`."""
+
+    def split(self, color: int, key: int) -> Link:
+        """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
+
+    def create_group(self, ranks: Sequence[int], tag: int = 0) -> Link:
+        """Return the link of `ranks` of this link, in this order; these alone must call.
+
+        Calls that may be under way at once, as in two threads, need different tags.
+        """
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""

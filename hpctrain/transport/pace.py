@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 #: Polls last longer than a first nap: else a rank that was late once would let its peers nap, and
 #: they would be late next.
 SPIN_S = 250e-6
+#: Polls of a word in shared memory, 50 ns each, before a rank yields its core: see WORDS.
+WORD_POLLS = 20
 
 
 @dataclass
@@ -32,6 +34,11 @@ class Pace:
     max_nap_s: float = 1e-3
     _first_nap_s: float = field(init=False, default=0.0)
 
+    @classmethod
+    def of_naps(cls, nap_s: float, limit_s: float = math.inf) -> Pace:
+        """Return the pace of single polls with naps of `nap_s` between them."""
+        return cls(limit_s=limit_s, polls=1, min_nap_s=nap_s, max_nap_s=nap_s)
+
     def until(self, poll: Callable[[], bool], between: Callable[[], None] | None = None) -> None:
         """Return once `poll()` holds; `between` is called after each row of polls."""
         nap_s, start_s = max(self._first_nap_s, self.min_nap_s), time.perf_counter()
@@ -52,3 +59,9 @@ class Pace:
             nap_s = min(2 * nap_s, self.max_nap_s)
             waited_s = time.perf_counter() - start_s
             self._first_nap_s = min(waited_s / 4, self.max_nap_s)
+
+
+#: A rank that waits for a word in shared memory yields its core in a loop, and naps in the end.
+WORDS = Pace(spin_s=0.05, polls=32, yields=True, min_nap_s=0.5e-3, max_nap_s=0.5e-3)
+SPARE = Pace.of_naps(5e-3)  #: of a spare that sleeps: less than 1 % of a core
+THREAD_NAP_S = 2e-5  #: of ranks that are threads, where no condition variable signals

@@ -104,7 +104,7 @@ def bind(
     if allreduce in (direct, direct_shared):
         return bind_direct(group, x, op, signature, shared=allreduce is direct_shared)
     if allreduce is native and can_mpi_reduce(x, op):
-        reduce = group.link.native.bind_allreduce(x, op)
+        reduce = group.link.endpoint.native.bind_allreduce(x, op)
     else:
         reduce = partial(allreduce, group, x, op)
 

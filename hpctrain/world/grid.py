@@ -19,4 +19,5 @@ class Grid(NamedTuple):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent along the pipe axis."""
-        return self.pipe.bytes_sent + self.stages.bytes_sent + self.norms.bytes_sent
+        links = (*self.pipe.links, self.stages, self.norms)
+        return sum(link.endpoint.traffic.bytes_sent for link in links)

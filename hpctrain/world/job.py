@@ -8,7 +8,6 @@ without any spare      0       1   2              the ranks behind move up
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,12 +18,11 @@ from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
 from hpctrain.core.launchers import MIN_RANKS, SPARES
 from hpctrain.core.names import counted
 from hpctrain.transport.link import Link, wait_all
-from hpctrain.transport.pace import Pace
+from hpctrain.transport.pace import SPARE, Pace
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement.check import RankBinding
 
 T = TypeVar("T")
-POLL_S = 0.005  # of a spare that sleeps: less than 1 % of a core
 
 
 @dataclass
@@ -88,7 +86,7 @@ class Job:
         All ranks that are left must call, and all have the same members afterwards.
         """
         while True:
-            self.link, ranks = self.link.shrink()
+            self.link, ranks = self.link.endpoint.survivors.shrink()
             self.numbers = tuple(self.numbers[rank] for rank in ranks)
             self.members = fill_places(self.members, self.numbers, self.unit)
             if len(self.members) < self.min_ranks or not self.members:
@@ -97,14 +95,17 @@ class Job:
                     f"{max(self.min_ranks, self.unit)} "
                     "([elastic] min_ranks, --min-ranks); start the job again with --resume"
                 )
-            self.link.pace = Pace() if self.is_spare else None  # the others need the cores
+            self.link.endpoint.waits.pace = (
+                Pace() if self.is_spare else None
+            )  # the others need the cores
             if self.members == self.numbers:
                 return self.link
+            survivors = self.link.endpoint.survivors
             try:
                 group = None if self.is_spare else self.group(self.members)
-                self.link.agree()  # no rank may wait in a group that another does not have
+                survivors.agree()  # no rank may wait in a group that another does not have
             except LostRankError:
-                self.link.dissolve()
+                survivors.dissolve()
             else:
                 return group
 
@@ -115,8 +116,7 @@ class Job:
         """
         source, length = self.numbers.index(self.members[0]), np.zeros(1, np.int64)
         request = self.link.irecv(length, source)
-        while not request.done():
-            time.sleep(POLL_S)
+        SPARE.until(request.done)
         note = np.zeros(int(length[0]), np.uint8)
         self.link.irecv(note, source).wait()
         return note.tobytes()
@@ -124,13 +124,15 @@ class Job:
     @property
     def has_lost_ranks(self) -> bool:
         """Whether a rank was lost, as far as this one knows."""
-        return len(self.numbers) < len(self.places) or bool(self.link.lost_ranks())
+        return len(self.numbers) < len(self.places) or bool(
+            self.link.endpoint.survivors.lost_ranks()
+        )
 
     def dismiss_spares(self, note: bytes) -> None:
         """Send all spares a note, from the World's first rank."""
         if self.number != self.members[0]:
             return
-        data, lost = np.frombuffer(note, np.uint8), self.link.lost_ranks()
+        data, lost = np.frombuffer(note, np.uint8), self.link.endpoint.survivors.lost_ranks()
         ranks = [self.numbers.index(number) for number in self.spares]
         # All are sent before one is waited for: a spare that is lost now revokes the link.
         requests = [

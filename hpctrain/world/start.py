@@ -120,7 +120,7 @@ def _make_job(
     Raises UsageError if it then asks for spares.
     """
     spares = spares_requested(os.environ, link.size)
-    if link.survives:
+    if link.endpoint.survivors.survives:
         min_ranks = min_ranks_requested(os.environ, link.size)
         return Job.of_ranks(link, places, bindings, spares, min_ranks)
     if spares:

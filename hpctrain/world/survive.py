@@ -16,8 +16,8 @@ def survive(world: World) -> None:
     another rank is lost meanwhile: then call again.
     """
     assert world.job is not None
-    world.job.link.revoke()
-    world.link.dissolve()
+    world.job.link.endpoint.survivors.revoke()
+    world.link.endpoint.survivors.dissolve()
     link = world.job.regroup()
     try:
         if link is not None:
@@ -36,5 +36,5 @@ def survive(world: World) -> None:
             world.on_regroup()
     except LostRankError:
         if link is not None:
-            link.dissolve()
+            link.endpoint.survivors.dissolve()
         raise

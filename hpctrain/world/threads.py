@@ -22,7 +22,7 @@ def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> Worl
     """
     hosts = hosts or (socket.gethostname(),) * link.size
     places = tuple(RankPlace(host) for host in hosts)
-    if not link.survives:
+    if not link.endpoint.survivors.survives:
         return World(link, places)
     job = Job.of_ranks(link, places, spares=spares)
     return World(job.group(job.peers), job.of_peers(places), job=job)

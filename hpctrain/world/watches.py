@@ -43,7 +43,7 @@ class Watches:
         on_hang = partial(abort.report_hang, rank, None)
         running: list[Watch | LivenessObserver] = []
         if job is not None:
-            job.link.record_waits_in(record.entry("main"))
+            job.link.endpoint.waits.entry = record.entry("main")
             # First: it may raise LostRankError.
             running.append(self._observe_liveness(job, record))
         # No steps are recorded here.

@@ -75,7 +75,7 @@ class World(AgreeingRanks):
     @property
     def survives(self) -> bool:
         """Whether these ranks go on after they lose other ranks, see world/survive.py."""
-        return self.job is not None and self.link.survives
+        return self.job is not None and self.link.endpoint.survivors.survives
 
     @property
     def is_spare(self) -> bool:
@@ -205,7 +205,7 @@ class World(AgreeingRanks):
 
     def view_for(self, purpose: str, link: Link) -> Link:
         """Return a view of `link` for a second thread: one thread sends, the other receives."""
-        return self.register(purpose, link.view())[0]
+        return self.register(purpose, link.endpoint.view())[0]
 
     def fail(self, error: BaseException) -> None:
         """End the job because of an error in a thread other than the main thread.
@@ -218,7 +218,7 @@ class World(AgreeingRanks):
             if self.on_failure is not None:
                 self.on_failure(error)
         finally:
-            if not self.link.interrupt_others():
+            if not self.link.endpoint.waits.interrupt_others():
                 self.abort(error)
 
     def abort(self, error: BaseException) -> None:
@@ -234,7 +234,7 @@ class World(AgreeingRanks):
         self.purpose_links[purpose] = list(links)
         if self.record is not None:
             for link in links:
-                link.record_waits_in(self.record.entry(purpose))
+                link.endpoint.waits.entry = self.record.entry(purpose)
         return self.purpose_links[purpose]
 
     def record_in(self, record: WatchRecord) -> None:
@@ -242,6 +242,6 @@ class World(AgreeingRanks):
         self.record = record.replacing(self.record)
         for thread, links in {"main": self.main.links, **self.purpose_links}.items():
             for link in links:
-                link.record_waits_in(record.entry(thread))
+                link.endpoint.waits.entry = record.entry(thread)
         for world in self.sub_worlds:
             world.record_in(record)

@@ -95,7 +95,7 @@ def test_any_survivors_that_hold_each_piece_give_the_state(ranks, hosts, copies)
                 part = link.split(int(link.rank in lost), -link.rank)
                 if whole and link.rank not in lost:
                     assert_state(own.reader(part), part, 7, 4)
-                part.free()
+                part.endpoint.free()
 
     ranks(body)
 
@@ -118,25 +118,25 @@ def test_copies_are_on_other_hosts_as_long_as_there_are_any(hosts, copies):
 def test_no_more_bytes_travel_than_are_needed(ranks):
     def body(world):
         link, own = world.link, MemoryCopies()
-        before = link.bytes_sent
+        before = link.endpoint.traffic.bytes_sent
         write(own, 3, link)
         nbytes = sum(
             piece.array.nbytes for piece in pieces_of(arrays(3, link.size), link.rank, link.size)
         )
-        assert nbytes <= link.bytes_sent - before <= nbytes + TABLE_BYTES
+        assert nbytes <= link.endpoint.traffic.bytes_sent - before <= nbytes + TABLE_BYTES
         held = {"param": np.zeros(SIZE, "?")}
         for piece in own.committed.pieces:
             held.setdefault(piece.name, np.zeros(piece.size, "?"))
             held[piece.name][piece.offset :][: piece.array.size] = True
         reader = own.reader(link)
-        before = link.bytes_sent
+        before = link.endpoint.traffic.bytes_sent
         fetch_all(reader, link)
         lacking = sum(
             (reader.sizes[name] - held.get(name, np.zeros(0)).sum()) * x.itemsize
             for name, x in reader.arrays.items()
         )
         needed = sum(map(int, world.gather(str(int(lacking)))))
-        sent = sum(map(int, world.gather(str(link.bytes_sent - before))))
+        sent = sum(map(int, world.gather(str(link.endpoint.traffic.bytes_sent - before))))
         assert needed <= sent <= needed + TABLE_BYTES * link.size
 
     ranks(body)
@@ -157,11 +157,11 @@ def test_what_all_hold_is_sent_evenly_and_left_where_it_is(ranks, monkeypatch):
         reader = newest_whole(link, states)
         assert reader.step == 5 and reader.about == ABOUT
         reader.request("param", out)
-        before = link.bytes_sent
+        before = link.endpoint.traffic.bytes_sent
         reader.fetch(link)
         assert np.array_equal(out, arrays(5, 1)["param"])
         share = x.nbytes / (link.size - 1) if not fresh else 0
-        assert abs(link.bytes_sent - before - share) < 10_000 + 2_000
+        assert abs(link.endpoint.traffic.bytes_sent - before - share) < 10_000 + 2_000
 
     ranks(body)
 
@@ -198,9 +198,9 @@ def test_a_rank_sends_less_of_what_others_hold_if_it_alone_holds_more(ranks):
         reader = newest_whole(link, [live_state(1, own, {})])
         if link.rank == link.size - 1:
             reader.request_whole("ab")
-        before = link.bytes_sent
+        before = link.endpoint.traffic.bytes_sent
         reader.fetch(link)
-        sent = link.bytes_sent - before
+        sent = link.endpoint.traffic.bytes_sent - before
         assert abs(sent - x.nbytes * (link.rank < 2)) < 1_000
 
     ranks(body)
@@ -285,7 +285,7 @@ def test_the_newest_state_that_is_whole_counts(ranks):
             assert_state(own.reader(live), live, 1, 4)
             write(own, 2, live)  # an older step, yet the newer state
             assert_state(own.reader(live), live, 2, 3)
-        live.free()
+        live.endpoint.free()
 
     ranks(body)
 

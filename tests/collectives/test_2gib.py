@@ -60,7 +60,7 @@ def test_two_gib_and_16_bytes(ranks, name):
 
     def body(world):
         assert (
-            world.link.max_piece_bytes == MAX_PIECE_BYTES < LENGTH * 2
+            world.link.endpoint.waits.max_piece_bytes == MAX_PIECE_BYTES < LENGTH * 2
         )  # chunks of 1 GiB + 8 are cut too
         x = np.arange(LENGTH, dtype=np.int32)
         x += world.rank

@@ -131,7 +131,7 @@ def test_all_reduce(ranks, name, nodes, dtype, step, checks):
         world = over_two_nodes(plain)
         counted = must_be_right(world, name, dtype, step)
         for link in (world.node, world.across):
-            link.free()
+            link.endpoint.free()
         return counted
 
     checks += ranks(body)

@@ -367,8 +367,8 @@ def test_hierarchical(ranks, verdict, observed):
                 assert x.get().tobytes() == reported.tobytes()
             by_pointer = verdict is POINTERS and world.transport == "mpi"
             if observed:
-                assert world.main.node.host_bytes == 0
-            across = world.main.across.host_bytes
+                assert world.main.node.endpoint.traffic.host_bytes == 0
+            across = world.main.across.endpoint.traffic.host_bytes
             assert across == 0 if by_pointer or world.main.across.size < 2 else across > 0
 
         ranks(body)
@@ -389,9 +389,9 @@ def test_segments_between_nodes_are_long_where_mpi_gets_pointers(verdict, segmen
         world, x = on_gpus(plain, nodes="ab", verdict=verdict), np.arange(n, dtype=np.int64)
         sent = []
         for group in (world.main, world.group_for("wire")):
-            before = group.link.messages_sent
+            before = group.link.endpoint.traffic.messages_sent
             ALLREDUCE["ring"](group, x, np.add)
-            sent.append(group.link.messages_sent - before)
+            sent.append(group.link.endpoint.traffic.messages_sent - before)
         assert (x == 4 * np.arange(n)).all() and sent == 2 * [2 * (16 << 20) // segment_bytes]
 
     with machine():

@@ -88,7 +88,7 @@ def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
         for blocks in counts(world.size):
             result = summed(world, blocks, 5000, "float64", all_gathers.gather_by_doubling)
             assert result == told(blocks, 5000, "float64")
-            assert world.size == 1 or world.link.messages_sent > world.size
+            assert world.size == 1 or world.link.endpoint.traffic.messages_sent > world.size
 
     ranks(body)
 
@@ -133,9 +133,12 @@ def test_bytes_and_messages(ranks):
             for n in (0, 1, size + 1, 300_007):
                 x = np.zeros(n)
                 own = [x.copy() for _ in tree.local_subtotals[world.rank]]
-                before = link.bytes_sent, link.messages_sent
+                before = link.endpoint.traffic.bytes_sent, link.endpoint.traffic.messages_sent
                 ordered.reduce_scatter(world.main, tree, own, x, np.add)
-                sent = link.bytes_sent - before[0], link.messages_sent - before[1]
+                sent = (
+                    link.endpoint.traffic.bytes_sent - before[0],
+                    link.endpoint.traffic.messages_sent - before[1],
+                )
                 call = Call(n, x.itemsize, size, world.rank, blocks=blocks)
                 told = MESSAGES["ordered-reduce-scatter"](call)
                 assert sent == (sum(told) * x.itemsize, len(told)), (blocks, n)

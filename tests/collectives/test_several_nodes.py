@@ -93,9 +93,12 @@ def test_what_each_rank_sends(hosts, name):
     def body(link):
         group = group_over_nodes(link, hosts)
         for n in (*LENGTHS, *long(link.size)):
-            before = group.bytes_sent, sum(item.messages_sent for item in group.links)
+            before = (
+                group.bytes_sent,
+                sum(item.endpoint.traffic.messages_sent for item in group.links),
+            )
             CALLS[name](group, np.zeros(n), np.add)
-            messages = sum(item.messages_sent for item in group.links) - before[1]
+            messages = sum(item.endpoint.traffic.messages_sent for item in group.links) - before[1]
             sent = group.bytes_sent - before[0], messages
             reported = MESSAGES[name](Call(n, 8, link.size, link.rank, nodes=group.nodes))
             assert sent == (8 * sum(reported), len(reported)), n

@@ -64,9 +64,12 @@ def test_on_nodes(hosts, shares):
         if not shares:
             group = replace(group, memory=NodeMemory(group.node, None, kinds=()))
         must_match(group, CALL)
-        before = [item.messages_sent for item in group.links], group.bytes_sent
+        before = [item.endpoint.traffic.messages_sent for item in group.links], group.bytes_sent
         must_match(group, CALL)
-        sent = [item.messages_sent - n for item, n in zip(group.links, before[0], strict=True)]
+        sent = [
+            item.endpoint.traffic.messages_sent - n
+            for item, n in zip(group.links, before[0], strict=True)
+        ]
         leads = nodes > 1 and group.node.rank == 0
         if shares:
             assert sum(sent) == (math.ceil(math.log2(nodes)) if leads else 0)

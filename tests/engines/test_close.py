@@ -8,19 +8,19 @@ from regimes import REGIMES
 
 from hpctrain import nn, optim
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.threads.link import LocalLink
+from hpctrain.transport.threads.waits import LocalWaits
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_closed_engine_has_freed_the_links_that_it_made(regime, monkeypatch):
-    freed: list[LocalLink] = []
-    monkeypatch.setattr(LocalLink, "free", lambda link: freed.append(link))
+    freed: list[LocalWaits] = []
+    monkeypatch.setattr(LocalWaits, "free", lambda waits: freed.append(waits))
 
     def body(world):
         before = set(world.purpose_links)
         model = nn.Model({"out": nn.Linear(3)}, (4,))
         Trainer(model, optim.sgd(0.1), REGIMES[regime], world=world).close()
         made = [world.purpose_links[purpose] for purpose in world.purpose_links.keys() - before]
-        assert [link for links in made for link in links if link not in freed] == []
+        assert [link for links in made for link in links if link.endpoint.waits not in freed] == []
 
     run_on("threads", 1 if regime == "single" else 4, body)

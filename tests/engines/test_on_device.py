@@ -104,7 +104,9 @@ def test_ranks_on_one_device_have_the_bytes_of_the_host(size, overlap):
 
     def body(world):
         result, _ = trained(world, engine)
-        return result, sum(link.host_bytes for link in world.purpose_links.get("wire", []))
+        return result, sum(
+            link.endpoint.traffic.host_bytes for link in world.purpose_links.get("wire", [])
+        )
 
     with fakes.installed(lazy=True, ipc_within=True) as machine:
         for (result, host_bytes), reported in zip(run_on_gpus(size, body), expected, strict=True):

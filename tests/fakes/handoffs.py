@@ -209,13 +209,13 @@ def _in_rounds(key_of):
     return wrap
 
 
-def _barrier_of(link) -> tuple:
-    link.__dict__["barriers"] = number = link.__dict__.get("barriers", 0) + 1
-    return id(link.hub), "barrier", number
+def _barrier_of(waits) -> tuple:
+    waits.__dict__["barriers"] = number = waits.__dict__.get("barriers", 0) + 1
+    return id(waits.hub), "barrier", number
 
 
-def _agreement_of(link) -> tuple:
-    return id(link.hub), "agreement", link._agreements + 1
+def _agreement_of(survivors) -> tuple:
+    return id(survivors.hub), "agreement", survivors._agreements + 1
 
 
 def _flags_of(flags) -> tuple:
@@ -229,6 +229,7 @@ def _patches():
     from hpctrain.transport.shared_memory.flags import NodeFlags
     from hpctrain.transport.threads import hub, requests
     from hpctrain.transport.threads.link import LocalLink
+    from hpctrain.transport.threads.waits import LocalSurvivors, LocalWaits
 
     yield threading.Thread, "start", _start
     yield threading.Thread, "join", _join
@@ -246,8 +247,8 @@ def _patches():
     yield Future, "done", _between(after=acquire)
     yield TurnLock, "turn", _turn
     yield NodeFlags, "agree", _in_rounds(_flags_of)
-    yield LocalLink, "barrier", _in_rounds(_barrier_of)
-    yield LocalLink, "_take_part", _in_rounds(_agreement_of)
+    yield LocalWaits, "barrier", _in_rounds(_barrier_of)
+    yield LocalSurvivors, "_take_part", _in_rounds(_agreement_of)
     yield hub.SentMessage, "__init__", _made
     yield requests.Receive, "receive_message", _received
     links = [(LocalLink, (requests.Send, requests.Receive), ("is_finished", "done", "wait"))]

@@ -66,7 +66,7 @@ world.main = replace(world.main, choices=make_choices(plan))
 x = np.ones(1)
 reduce = {
     "plain": lambda: ht.allreduce(x, check=False),
-    "native": lambda: world.link.native.bind_allreduce(x, np.add)(),
+    "native": lambda: world.link.endpoint.native.bind_allreduce(x, np.add)(),
     "bound": bind(x, algorithm="native"),
 }[sys.argv[1]]
 with watched(world, Path(sys.argv[2]), timeout_s=1):

@@ -53,7 +53,7 @@ def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = ST
     cupy.cuda.Stream(non_blocking=True).use()  # not one that other threads wait for, too
     nodes, gpus = nodes or "a" * world.size, gpus or "0" * world.size
     places = tuple(RankPlace(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
-    world.link.set_paths([verdict.across] * world.size)
+    world.link.endpoint.traffic.set_paths([verdict.across] * world.size)
     return World(
         world.link, places, transport=world.transport, verdict=verdict,
         gpu=Gpu(cupy.cuda.runtime.getDevice(), places[world.rank].gpu, ""),
@@ -76,7 +76,7 @@ def _first(size: int) -> Iterator[World | None]:
     link = everyone.link.split(int(member), everyone.rank)
     if not member:
         yield None
-        link.free()
+        link.endpoint.free()
         return
     world = World(
         link, everyone.places[:size], concurrent=everyone.concurrent, transport="mpi", job_size=size

@@ -63,9 +63,14 @@ def test_messages_and_tapes_are_those_of_the_list(ranks, schedule, model):
         plan = Plan(model, 2 * world.size, M, steps=3)
         with trainer_of(world, plan, world.size, schedule=schedule, balance="even") as trainer:
             link, replica = trainer.mesh.grid.stages, trainer.replica
-            before = np.array([link.messages_sent, link.bytes_sent])
+            before = np.array(
+                [link.endpoint.traffic.messages_sent, link.endpoint.traffic.bytes_sent]
+            )
             fit(trainer, plan)
-            sent = np.array([link.messages_sent, link.bytes_sent]) - before
+            sent = (
+                np.array([link.endpoint.traffic.messages_sent, link.endpoint.traffic.bytes_sent])
+                - before
+            )
             expected = sum(sent_per_list(replica, world.rank, n) for n in (12, 12, 3))
             expected = expected + 3 * sent_for_ties(replica, world.rank)
             assert (*sent,) == (*expected,)

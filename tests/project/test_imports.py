@@ -18,11 +18,8 @@ CIRCLES = {
     "nn": {"model", "part"},
     "torch": {"autoload", "process_group", "rendezvous"},
     "torch.modules": {"model", "replica"},
-    "transport": {
-        "mpi.fault_tolerance", "mpi.link", "mpi.native", "shared_memory.cuda_ipc",
-        "shared_memory.host", "threads.link", "threads.native", "threads.requests",
-    },
-}  # fmt: skip
+    "transport": {"shared_memory.cuda_ipc", "shared_memory.host"},
+}
 
 
 def imports() -> dict[str, set[str]]:

@@ -27,7 +27,7 @@ def steps_of_survivors(world: World, agree: bool = True) -> tuple[int, list[tupl
             ring(world.main, x, np.add)
             world.barrier()
             if agree:
-                world.link.agree()
+                world.link.endpoint.survivors.agree()
             assert x[0] == world.size
             step += 1
         except LostRankError:

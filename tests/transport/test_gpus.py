@@ -246,7 +246,9 @@ def test_all_know_the_placement_of_all(ranks, caplog, monkeypatch, gpu):
     remembered = lambda environ: decision.ProbeResult(way, unproven=("across",))  # noqa: E731
     monkeypatch.setattr(verdicts, "cached_result", remembered)
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        results = ranks(lambda world: (placed_on(world), world.rank, world.link.paths))
+        results = ranks(
+            lambda world: (placed_on(world), world.rank, world.link.endpoint.traffic.paths)
+        )
     for (places, verdict, seats), rank, paths in results:
         assert places == (RankPlace("a", "GPU-x"),) * 2
         assert seats == (RankBinding("a", "srun", 0, "0", 2, 1, "GPU-x", 2),) * 2
@@ -270,7 +272,9 @@ def test_an_override_that_makes_no_sense_is_refused_by_all(ranks, monkeypatch):
 @on_ranks(2, mpi=(2,))
 def test_where_nobody_has_a_gpu_nothing_changes(ranks, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_GPU_PATH", "cuda-aware")
-    for verdict, paths in ranks(lambda world: (placed_on(world, gpu=False)[1], world.link.paths)):
+    for verdict, paths in ranks(
+        lambda world: (placed_on(world, gpu=False)[1], world.link.endpoint.traffic.paths)
+    ):
         assert (verdict, paths) == (STAGED_VERDICT, ())
 
 
@@ -297,7 +301,7 @@ def test_a_path_on_which_other_bytes_arrive_is_given_up(ranks, caplog, gpu):
         assert verify.verify_paths(world.link, gather, places, wrong) == wrong
         return (
             verify.verify_paths(bitten(world.link), gather, places, wrong),
-            world.link.paths,
+            world.link.endpoint.traffic.paths,
             world.rank,
         )
 

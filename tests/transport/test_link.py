@@ -23,7 +23,7 @@ def numbers(*values: int) -> np.ndarray:
 def test_messages_arrive_in_order_whatever_is_awaited_first(ranks, patient):
     def body(world):
         link, size = world.link, world.size
-        link.pace = Pace() if patient else None
+        link.endpoint.waits.pace = Pace() if patient else None
         right, remaining = (link.rank + 1) % size, (link.rank - 1) % size
         first, second = numbers(0), numbers(0)
         receives = [link.irecv(first, remaining), link.irecv(second, remaining)]
@@ -56,7 +56,7 @@ def test_wait_any_returns_each_request_once(ranks):
 def test_wait_any_is_recorded_as_a_wait_for_all_ranks_without_a_size(ranks):
     def body(world):
         link = world.link
-        link.entry = (record := WatchRecord(world.rank, world.size)).entry("main")
+        link.endpoint.waits.entry = (record := WatchRecord(world.rank, world.size)).entry("main")
         request, send = link.irecv(numbers(0), 1 - link.rank), link.isend(numbers(1), 1 - link.rank)
         assert link.wait_any([request]) == 0
         send.wait()
@@ -74,7 +74,7 @@ def test_split_orders_by_key(ranks):
         link = world.link
         half = link.split(link.rank % 2, -link.rank)
         total = numbers(link.rank)
-        half.native.bind_allreduce(total, np.add)()
+        half.endpoint.native.bind_allreduce(total, np.add)()
         members = range(link.rank % 2, link.size, 2)
         assert (half.size, total[0]) == (len(members), sum(members))
         assert half.rank == sorted(members, reverse=True).index(link.rank)
@@ -89,7 +89,7 @@ def test_split_orders_by_key(ranks):
 def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
-        link.pace = Pace() if patient else None
+        link.endpoint.waits.pace = Pace() if patient else None
         if link.rank == 0:
             request = link.isend(np.zeros(sent, np.uint8), other)
             if world.transport == "mpi":
@@ -106,15 +106,15 @@ def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, pat
 def test_long_messages_travel_in_pieces(ranks, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
-        link.pace = Pace() if patient else None
-        link.max_piece_bytes = 1024
+        link.endpoint.waits.pace = Pace() if patient else None
+        link.endpoint.waits.max_piece_bytes = 1024
         x = np.arange(1000, dtype=np.float64) + link.rank
         # Each direction its own length: one side runs out of pieces before the other.
         inbox = np.zeros(1000 if link.rank else 700)
         link.sendrecv(x[: 700 if link.rank else 1000], other, inbox, other)
         np.testing.assert_array_equal(inbox, (np.arange(1000) + other)[: inbox.size])
         total = x.copy()
-        link.native.bind_allreduce(total, np.add)()
+        link.endpoint.native.bind_allreduce(total, np.add)()
         np.testing.assert_array_equal(total, 2 * np.arange(1000) + 1)
         request = link.isend(x, other)
         link.irecv(inbox := np.zeros(1000), other).wait()

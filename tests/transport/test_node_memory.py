@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,6 @@ from ranks import on_ranks, run_on
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.transport.shared_memory import host
 from hpctrain.transport.shared_memory.host import NodeMemory
-from hpctrain.transport.threads.link import LocalLink
 
 KINDS = ("memfd", "file", "window")
 
@@ -116,20 +116,21 @@ def test_too_little_memory_is_no_crash():
     run_on("threads", 2, body)
 
 
-def test_a_window_that_one_rank_is_refused_is_none(monkeypatch):
+def test_a_window_that_one_rank_is_refused_is_none():
     """Then nothing is shared: all ranks agree on it, and have private arrays."""
-    window = LocalLink.window
-
-    def refused(link, nbytes):
-        pages = window(link, nbytes)
-        return [] if link.rank == 1 else pages
 
     def body(world):
+        endpoint = world.link.endpoint
+
+        def refused(nbytes):
+            pages = endpoint.window(nbytes)
+            return [] if world.rank == 1 else pages
+
+        world.link.endpoint = replace(endpoint, window=refused)
         shared_memory, _ = shared(world, "window")
         assert shared_memory.neighbours(shared_memory.zeros(10, np.float32)) is None
         return shared_memory.kind
 
-    monkeypatch.setattr(LocalLink, "window", refused)
     assert run_on("threads", 3, body) == [None] * 3
 
 

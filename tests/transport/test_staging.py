@@ -51,7 +51,7 @@ def empty(n: int):
 
 
 def use(world, path: str) -> None:
-    world.link.set_paths([path] * world.size)
+    world.link.endpoint.traffic.set_paths([path] * world.size)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_round_the_ring(ranks, lazy_gpu, path):
             np.testing.assert_array_equal(total.get(), expected)
             np.testing.assert_array_equal(inbox.get(), values(remaining, n))
         by_pointer = path == "cuda-aware" and world.transport == "mpi"
-        assert (link.host_bytes == 0) == by_pointer
-        assert link.host_bytes in (0, 2 * sum(LENGTHS))
-        assert link.bytes_sent >= sum(LENGTHS)
+        assert (link.endpoint.traffic.host_bytes == 0) == by_pointer
+        assert link.endpoint.traffic.host_bytes in (0, 2 * sum(LENGTHS))
+        assert link.endpoint.traffic.bytes_sent >= sum(LENGTHS)
 
     ranks(body)
 
@@ -121,19 +121,19 @@ def test_the_way_depends_on_the_length(ranks, lazy_gpu, on_gpus):
     """Both sides know it, wherever their arrays lie, and so do links that are split off."""
 
     def body(world):
-        world.link.set_paths(["cuda-aware"] * 2, [BY_SIZE] * 2)
+        world.link.endpoint.traffic.set_paths(["cuda-aware"] * 2, [BY_SIZE] * 2)
         link, other = world.link.split(0, -world.rank), 1 - world.rank
         on_gpu = world.rank in on_gpus
         to = 1 - link.rank
         for n, staged in WAYS.items():
             x = computed(world.rank, n) if on_gpu else values(world.rank, n)
             inbox = empty(n) if on_gpu else np.empty(n, np.uint8)
-            before = link.host_bytes
+            before = link.endpoint.traffic.host_bytes
             link.sendrecv(x, to, inbox, to)
             actual = inbox.get() if on_gpu else inbox
             np.testing.assert_array_equal(actual, values(other, n))
             copied = 2 * n if on_gpu and (staged or world.transport == "local") else 0
-            assert link.host_bytes - before == copied, n
+            assert link.endpoint.traffic.host_bytes - before == copied, n
 
     ranks(body)
 
@@ -149,7 +149,9 @@ def test_a_trial_times_both_ways(ranks, lazy_gpu):
         rows = child.time_messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
         assert [n for n, *_ in rows] == list(sizes) and all(min(row) > 0 for row in rows)
         staged = 2 * sum(sizes) * child.ROUNDS  # one there, one back
-        assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)
+        assert world.link.endpoint.traffic.host_bytes == staged * (
+            1 if world.transport == "mpi" else 2
+        )
 
     ranks(body)
 

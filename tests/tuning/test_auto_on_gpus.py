@@ -236,16 +236,16 @@ def test_what_auto_takes_goes_the_way_of_its_length(ranks, lazy_gpu):
 
     def body(plain):
         world = on_gpus(plain)
-        world.link.set_paths(["cuda-aware"] * 2, [STEPS] * 2)
+        world.link.endpoint.traffic.set_paths(["cuda-aware"] * 2, [STEPS] * 2)
         doubling = choose.TuningPlan(*(((0, "recursive-doubling"),),) * 3, (), True)
         ring = choose.TuningPlan(*(((0, "ring"),),) * 3, (), True)
         kinds = replace(choose.make_choices(ring), gpus=choose.make_choices(doubling))
         group = replace(world.main, choices=kinds)
         for nbytes, staged in ((4 * KIB, True), (200 * KIB, False)):
             x = cupy.full(nbytes // 4, world.rank + 1.0, np.float32)
-            before, sent = group.host_bytes, group.link.bytes_sent
+            before, sent = group.host_bytes, group.link.endpoint.traffic.bytes_sent
             select.auto(group, x, np.add)
-            assert (x.get() == 3).all() and group.link.bytes_sent - sent == nbytes
+            assert (x.get() == 3).all() and group.link.endpoint.traffic.bytes_sent - sent == nbytes
             by_host = staged or world.transport == "local"
             assert group.host_bytes - before == (2 * nbytes if by_host else 0)
 

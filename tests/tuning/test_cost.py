@@ -66,9 +66,12 @@ def test_what_each_rank_sends(ranks, name):
             x = np.zeros(length(word, link.size))
             x = blocks(x, link.size) if name in EQUAL_BLOCKS else x
             for root in range(link.size if name in ROOTED else 1):
-                before = link.bytes_sent, link.messages_sent
+                before = link.endpoint.traffic.bytes_sent, link.endpoint.traffic.messages_sent
                 CALLS[name](Group(link), x, np.add, root)
-                sent = link.bytes_sent - before[0], link.messages_sent - before[1]
+                sent = (
+                    link.endpoint.traffic.bytes_sent - before[0],
+                    link.endpoint.traffic.messages_sent - before[1],
+                )
                 reported = MESSAGES[name](Call(x.size, x.itemsize, link.size, link.rank, root))
                 assert sent == (sum(reported) * x.itemsize, len(reported)), (word, root)
 

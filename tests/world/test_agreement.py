@@ -23,9 +23,11 @@ def agreeing(link) -> AgreeingRanks:
 
 def sent_by(link, call):
     """Return the messages and bytes that `call()` sends on `link`."""
-    before = link.messages_sent, link.bytes_sent
+    before = link.endpoint.traffic.messages_sent, link.endpoint.traffic.bytes_sent
     call()
-    return link.messages_sent - before[0], link.bytes_sent - before[1]
+    return link.endpoint.traffic.messages_sent - before[
+        0
+    ], link.endpoint.traffic.bytes_sent - before[1]
 
 
 def steps(size):

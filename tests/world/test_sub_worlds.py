@@ -122,8 +122,12 @@ def test_waits_of_a_sub_world_are_recorded_with_those_of_its_parent(ranks, tmp_p
         directory = world.gather(str(tmp_path))[0]
         with watched(world, Path(directory), timeout_s=60):
             sub_world = world.split(0)
-            assert sub_world.link.entry is world.record.entry("main")
-        assert sub_world.link.entry is sub_world.node.entry is world.link.entry
+            assert sub_world.link.endpoint.waits.entry is world.record.entry("main")
+        assert (
+            sub_world.link.endpoint.waits.entry
+            is sub_world.node.endpoint.waits.entry
+            is world.link.endpoint.waits.entry
+        )
         sub_world.barrier()
 
     ranks(body)

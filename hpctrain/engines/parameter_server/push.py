@@ -110,5 +110,5 @@ class HostCopy:
     def wait_for_slice(self, s: slice, link: Link) -> np.ndarray:
         """Wait for the copy of slice `s`, while `link` makes progress; return it."""
         copy_event = self._copy_events[s.start]
-        link.wait_for(lambda: bool(copy_event.done), b"copy to the host")
+        link.endpoint.waits.wait_for(lambda: bool(copy_event.done), b"copy to the host")
         return self._host_plane[s]

@@ -123,7 +123,7 @@ class AllReduceEngine(EngineBase):
             communicator_for(wire_group, arena.grad)  # now, while a failure can still be reported
         if concurrent and len(wire_group.nodes) > 1:
             for link in wire_group.links:
-                link.pace = Pace()  # it polls for other nodes, beside compute
+                link.endpoint.waits.pace = Pace()  # it polls for other nodes, beside compute
         buckets = overlap.choose_buckets(arena, wire_group, options, concurrent)
         reducer = Reducer(
             arena.grad,

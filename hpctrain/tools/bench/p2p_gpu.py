@@ -135,7 +135,7 @@ def nominal_nic_rate(
 
 def _pair_over_path(world: World, source: int, target: int, path: Path) -> RankPair:
     link = world.link_for(f"p2p {path}")
-    link.set_paths([path] * world.size)
+    link.endpoint.traffic.set_paths([path] * world.size)
     return RankPair(link, source, target, path)
 
 

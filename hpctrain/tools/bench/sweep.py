@@ -108,9 +108,11 @@ def make_contenders(
     name, op = plan.collective.name, operation(plan.op, plan.dtype)
     for algorithm in plan.algorithms:
         if algorithm == NATIVE:
-            contenders[algorithm] = Contender(*world.link.native.bind(name, x, op))
+            contenders[algorithm] = Contender(*world.link.endpoint.native.bind(name, x, op))
         elif algorithm == NATIVE_UNBOUND:
-            contenders[algorithm] = Contender(*world.link.native.bind(f"{name} plain", x, op))
+            contenders[algorithm] = Contender(
+                *world.link.endpoint.native.bind(f"{name} plain", x, op)
+            )
         elif algorithm in plan.collective.public_calls:  # `ht.allreduce` itself
             check = plan.collective.public_calls[algorithm]
             call = partial(allreduce, x, plan.op, world=world, check=check)

@@ -231,7 +231,7 @@ class GradientSync:
         while True:
             try:
                 result = call()
-                self.world.link.agree()
+                self.world.link.endpoint.survivors.agree()
                 return result
             except LostRankError:
                 self._survive()

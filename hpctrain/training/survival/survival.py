@@ -124,7 +124,7 @@ class Survival:
         link, hosts = self.world.link, self.world.hosts
         about = checkpointer.about(journal.about_now(step))
         self._copies.write(step, checkpointer.state(), about, link, hosts)
-        link.agree()
+        link.endpoint.survivors.agree()
         self._copies.commit()
 
     def _serve_and_sleep(self) -> None:
@@ -198,7 +198,7 @@ class Survival:
         """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         job = self.world.job
         if job is not None and not job.is_spare:
-            self.world.link.agree()
+            self.world.link.endpoint.survivors.agree()
             with suppress(LostRankError):
                 job.dismiss_spares(json.dumps(note).encode())
 

@@ -24,18 +24,14 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.thresholds import Thresholds
 from hpctrain.core.xp import Array, namespace
-from hpctrain.transport.device.direct_transfer import (
-    DirectTransfer,
-    PostedMessage,
-    Transfer,
-    TransferLink,
-)
+from hpctrain.transport.device.direct_transfer import DirectTransfer
 from hpctrain.transport.device.staging import StagedReceive, StagedSend, cut_segments
-from hpctrain.transport.link import Request
+from hpctrain.transport.link import Endpoint, Request, Traffic
 from hpctrain.transport.pace import Pace
-from hpctrain.transport.paths import Path, sends_by_pointer
+from hpctrain.transport.paths import sends_by_pointer
+
+Transfer = DirectTransfer | StagedSend | StagedReceive
 
 
 class _ThreadQueues(threading.local):
@@ -67,39 +63,35 @@ def with_progress(condition: Callable[[], bool], pace: Pace | None = None) -> Ca
     return poll
 
 
-def queues_for(link: TransferLink) -> TransferQueues:
-    """Return the queues of `link`, made on first use."""
-    if link.queues is None:
-        link.queues = TransferQueues(link)
-    return link.queues
-
-
 class QueuedLink:
     """The sends and receives of a link, which go through its queues for GPU arrays."""
 
-    bytes_sent = messages_sent = host_bytes = 0
-    unqueued_type: type | None = np.ndarray  #: of arrays that need no queue; None: all need one
-    paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
-    path_thresholds: tuple[Thresholds, ...] = ()
-    queues: TransferQueues | None = None
+    endpoint: Endpoint
+    message: Callable[[Array], Any]  #: returns the form in which the wire takes an array
+    post_send: Callable[[Any, int], Request]  #: (message, rank) starts to send
+    post_receive: Callable[[Any, int], Request]
+    _traffic: Traffic  # of the endpoint
+    _queues: TransferQueues | None = None
 
-    def isend(self: TransferLink, x: np.ndarray, dest: int) -> Request:
+    def isend(self, x: np.ndarray, dest: int) -> Request:
         """Start to send `x` to rank `dest`."""
-        if type(x) is not self.unqueued_type:
-            return queues_for(self).isend(x, dest)
-        self.count_message(x.nbytes)
+        traffic = self._traffic
+        if type(x) is not traffic.unqueued_type:
+            return self._in_queues().isend(x, dest)
+        traffic.count(x.nbytes)
         return self.post_send(self.message(x), dest)
 
-    def irecv(self: TransferLink, x: np.ndarray, source: int) -> Request:
+    def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
-        if type(x) is not self.unqueued_type:
-            return queues_for(self).irecv(x, source)
+        if type(x) is not self._traffic.unqueued_type:
+            return self._in_queues().irecv(x, source)
         return self.post_receive(self.message(x), source)
 
-    def count_message(self, nbytes: int) -> None:
-        """Count a message of `nbytes`."""
-        self.bytes_sent += nbytes
-        self.messages_sent += 1
+    def _in_queues(self) -> TransferQueues:
+        """Return the queues of this link, made on first use."""
+        if self._queues is None:
+            self._queues = TransferQueues(self)
+        return self._queues
 
 
 def require_current_device(x: Array) -> None:
@@ -126,14 +118,14 @@ def _require_sendable(x: Array) -> None:
 class TransferQueues:
     """The transfer queues of a link; used by one thread at a time, like the link."""
 
-    def __init__(self, link: TransferLink):
-        self._link = link
+    def __init__(self, link: QueuedLink):
+        self._link, self._traffic, self._waits = link, link.endpoint.traffic, link.endpoint.waits
         self._queues: dict[tuple[str, int], deque[Any]] = defaultdict(deque)
 
     def isend(self, x: Array, dest: int) -> TransferRequest:
         """Start to send `x` to rank `dest`."""
         transfer = self._transfer(x, dest, self._link.post_send, StagedSend)
-        self._link.count_message(x.nbytes)
+        self._traffic.count(x.nbytes)
         return self._enqueue("to", dest, transfer, 0)
 
     def irecv(self, x: Array, source: int) -> TransferRequest:
@@ -157,7 +149,7 @@ class TransferQueues:
             finished[:] = [i for i, request in enumerate(requests) if request.done()][:1]
             return bool(finished)
 
-        self._link.wait_for(poll, b"wait_any")
+        self._waits.wait_for(poll, b"wait_any")
         requests[finished[0]].wait()
         return finished[0]
 
@@ -181,7 +173,7 @@ class TransferQueues:
         ):
             transfer.wait()
         elif not transfer.done:
-            self._link.wait_for(lambda: transfer.done, call, peer, nbytes)
+            self._waits.wait_for(lambda: transfer.done, call, peer, nbytes)
         self.advance()
         transfer.finish()
 
@@ -195,26 +187,26 @@ class TransferQueues:
         return TransferRequest(self, transfer, direction, peer, expected_bytes)
 
     def _transfer(
-        self, x: Array, peer: int, post: Callable[[Any, int], PostedMessage], staged_type: type
+        self, x: Array, peer: int, post: Callable[[Any, int], Request], staged_type: type
     ) -> Any:
-        link = self._link
+        link, traffic = self._link, self._traffic
         _require_sendable(x)
         on_gpu = not isinstance(x, np.ndarray)
         if on_gpu:
-            link.unqueued_type = None  # later messages must not overtake this one
-        uses_pointer = bool(link.paths) and sends_by_pointer(
-            link.paths[peer], link.path_thresholds[peer], x.nbytes
+            traffic.unqueued_type = None  # later messages must not overtake this one
+        uses_pointer = bool(traffic.paths) and sends_by_pointer(
+            traffic.paths[peer], traffic.path_thresholds[peer], x.nbytes
         )
         if on_gpu and not uses_pointer:
             return staged_type(x, lambda buffer: self._post_staged(post, buffer, peer))
-        is_sent_whole = uses_pointer or not link.paths
+        is_sent_whole = uses_pointer or not traffic.paths
         pieces = [x] if is_sent_whole else cut_into_segments(x)
         return DirectTransfer(x, [partial(post, link.message(piece), peer) for piece in pieces])
 
     def _post_staged(
-        self, post: Callable[[Any, int], PostedMessage], buffer: np.ndarray, peer: int
-    ) -> PostedMessage:
-        self._link.host_bytes += buffer.nbytes
+        self, post: Callable[[Any, int], Request], buffer: np.ndarray, peer: int
+    ) -> Request:
+        self._traffic.host_bytes += buffer.nbytes
         return post(self._link.message(buffer), peer)
 
     def _is_only_transfer(self, transfer: Any) -> bool:

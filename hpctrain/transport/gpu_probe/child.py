@@ -161,7 +161,7 @@ def time_messages(
     x = cupy.zeros(max(sizes), np.uint8)
     interleaved_paths = [(i, path) for i in range(ROUNDS) for path in paths]
     for i, path in interleaved_paths:
-        link.set_paths([path] * link.size)
+        link.endpoint.traffic.set_paths([path] * link.size)
         fastest_times = fastest_by_path[path]
         for nbytes in (n for n in sizes if n < LONG_MESSAGE_BYTES or i < LONG_ROUNDS):
             start = time.perf_counter()

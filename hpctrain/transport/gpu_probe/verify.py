@@ -40,7 +40,7 @@ def verify_paths(
     """Give `link` the paths of `verdict` that pass; return them as a verdict; collective."""
     if not any(place.gpu for place in places):
         return verdict
-    link.set_paths(_paths_from(verdict, places, link.rank))  # whatever the length
+    link.endpoint.traffic.set_paths(_paths_from(verdict, places, link.rank))  # whatever the length
     if not any(
         path in POINTER_PATHS for r in range(link.size) for path in _paths_from(verdict, places, r)
     ):
@@ -53,7 +53,7 @@ def verify_paths(
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
     path_thresholds = [thresholds_between(verdict, places[link.rank], place) for place in places]
-    link.set_paths(_paths_from(verdict, places, link.rank), path_thresholds)
+    link.endpoint.traffic.set_paths(_paths_from(verdict, places, link.rank), path_thresholds)
     return verdict
 
 

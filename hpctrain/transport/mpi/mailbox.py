@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.transport.link import Link
-from hpctrain.transport.mpi.link import TAG, MpiLink
+from hpctrain.transport.mpi.calls import TAG, calls_of
 
-# link.py has kept mpi4py from starting MPI
+# calls.py has kept mpi4py from starting MPI
 # isort: split
 from mpi4py import MPI
 
@@ -23,22 +23,21 @@ class Mailbox:
 
     def __init__(self, link: Link):
         """Take over `link`, which must be used by nobody else."""
-        assert isinstance(link, MpiLink)
         self.size = link.size
-        self._link, self._status = link, MPI.Status()
+        self._link, self._calls, self._status = link, calls_of(link), MPI.Status()
         self._unsent: list[tuple[MPI.Request, bytes]] = []
 
     def send(self, message: bytes, dest: int) -> None:
         """Start to send `message`; later calls finish it."""
         try:
             self._forget_sent()
-            self._unsent.append((self._link.comm.Isend([message, MPI.BYTE], dest, TAG), message))
+            self._unsent.append((self._calls.comm.Isend([message, MPI.BYTE], dest, TAG), message))
         except MPI.Exception as error:
-            raise self._link.make_call_error("send", dest, len(message), error) from error
+            raise self._calls.make_call_error("send", dest, len(message), error) from error
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
         """Yield the rank and the bytes of each message that has arrived."""
-        comm, status = self._link.comm, self._status
+        comm, status = self._calls.comm, self._status
         try:
             if self._unsent:
                 self._forget_sent()
@@ -47,7 +46,7 @@ class Mailbox:
                 message.Recv([content, MPI.BYTE])
                 yield status.Get_source(), bytes(content)
         except MPI.Exception as error:
-            raise self._link.make_call_error("receive", ALL_PEERS, 0, error) from error
+            raise self._calls.make_call_error("receive", ALL_PEERS, 0, error) from error
 
     @property
     def has_unsent(self) -> bool:
@@ -59,9 +58,9 @@ class Mailbox:
 
     def check(self) -> None:
         """Raise LostRankError if a rank was lost; not on the path of a message."""
-        if self._link.survives and has_lost(self._link.comm):
-            raise self._link.make_loss("receive")
+        if self._calls.family.survives and has_lost(self._calls.comm):
+            raise self._calls.make_loss("receive")
 
     def free(self) -> None:
         """Give the communicator back to MPI; all ranks must call."""
-        self._link.free()
+        self._link.endpoint.free()

@@ -1,24 +1,22 @@
 """MPI's own collectives, bound to an array: for comparison, and for messages of a few bytes.
 
-transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
+transport/mpi/link.py imports this after calls.py has kept mpi4py from starting MPI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
+from hpctrain.transport.mpi.calls import MpiCalls
 from hpctrain.transport.mpi.requests import cut_pieces
 from hpctrain.watch import unrecorded
-
-if TYPE_CHECKING:
-    from hpctrain.transport.mpi.link import MpiLink
 
 MAX_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
 _MpiOps = dict[np.ufunc, MPI.Op]
@@ -45,8 +43,8 @@ OPS_BY_DTYPE: dict[str, _MpiOps] = {
 class MpiCollectives:
     """MPI's own collectives on the ranks of a link; see NativeCollectives."""
 
-    def __init__(self, comm: MPI.Comm, link: MpiLink):
-        self._comm, self.link = comm, link
+    def __init__(self, calls: MpiCalls):
+        self._comm, self._calls = calls.comm, calls
 
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that reduces flat `x` by `MPI_Allreduce`; the watch detects its waits.
@@ -59,25 +57,25 @@ class MpiCollectives:
             raise UsageError(
                 f"MPI has no such reduction of {x.dtype}; take an algorithm of hpctrain"
             )
-        if not x.flags.aligned or x.nbytes > self.link.max_piece_bytes:
+        if not x.flags.aligned or x.nbytes > self._calls.max_piece_bytes:
             return partial(self._reduce_in_pieces, x, ops[op])
         spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
         call = partial(MPI.Comm.Allreduce, self._comm, MPI.IN_PLACE, spec, ops[op])
-        if self.link.survives:
+        if self._calls.family.survives:
             call = partial(self._call, call)
-        return unrecorded(call, self.link, b"MPI_Allreduce", x.nbytes)
+        return unrecorded(call, self._calls, b"MPI_Allreduce", x.nbytes)
 
     def _call(self, call: Callable[[], Any]) -> None:
         try:
             call()
         except MPI.Exception as error:
-            raise self.link.make_call_error("MPI_Allreduce", -1, 0, error) from error
+            raise self._calls.make_call_error("MPI_Allreduce", -1, 0, error) from error
 
     def _reduce_in_pieces(self, x: np.ndarray, native_op: MPI.Op) -> None:
         aligned = x if x.flags.aligned else x.copy()  # mpi4py has no unaligned datatypes
-        for piece in cut_pieces(aligned, self.link.max_piece_bytes):
+        for piece in cut_pieces(aligned, self._calls.max_piece_bytes):
             call = partial(self._comm.Allreduce, MPI.IN_PLACE, piece, native_op)
-            unrecorded(partial(self._call, call), self.link, b"MPI_Allreduce", x.nbytes)()
+            unrecorded(partial(self._call, call), self._calls, b"MPI_Allreduce", x.nbytes)()
         if aligned is not x:
             x[...] = aligned
 

@@ -1,37 +1,23 @@
 """A transfer over MPI: an array is cut into pieces, and a request waits for every piece.
 
-transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
+transport/mpi/link.py imports this after calls.py has kept mpi4py from starting MPI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hpctrain.core.errors import TransportError
 from hpctrain.core.xp import Array
+from hpctrain.transport.mpi.calls import MpiCalls
 from hpctrain.transport.pace import Pace
-from hpctrain.watch import Entry
 
 Spec = list[Any]  #: a buffer specification: buffer, bytes, MPI.BYTE
-
-
-class RequestLink(Protocol):
-    """The part of a link that its requests use."""
-
-    entry: Entry
-    pace: Pace | None
-    status: MPI.Status
-
-    def make_call_error(
-        self, call: str, peer: int, size: int, actual: object
-    ) -> TransportError: ...
-
-    def make_timeout(self, call: str, peer: int, size: int) -> TransportError: ...
 
 
 class MpiRequest:
@@ -39,14 +25,14 @@ class MpiRequest:
 
     def __init__(
         self,
-        link: RequestLink,
+        calls: MpiCalls,
         pieces: list[MPI.Request],
         peer: int,
         expected_bytes: int,
         call: bytes,
     ):
-        self._link, self._pieces, self._peer, self._expected_bytes, self._call = (
-            link, pieces, peer, expected_bytes, call,
+        self._calls, self._pieces, self._peer, self._expected_bytes, self._call = (
+            calls, pieces, peer, expected_bytes, call,
         )  # fmt: skip
         self._received_bytes = 0  # in pieces completed by `done`
 
@@ -57,7 +43,7 @@ class MpiRequest:
 
     def done(self) -> bool:
         """Return whether all pieces are complete, without waiting."""
-        status = self._link.status
+        status = self._calls.status
         try:
             while self._pieces and self._pieces[0].Test(status):
                 self._received_bytes += status.Get_count(MPI.BYTE)
@@ -73,26 +59,28 @@ class MpiRequest:
 
         One `Wait` per piece, never `Waitall`, which can hang if a peer was killed.
         """
-        link = self._link
-        link.entry.enter(self._call, self._peer, self._expected_bytes)
+        calls = self._calls
+        calls.entry.enter(self._call, self._peer, self._expected_bytes)
         received_bytes = external_bytes + self._received_bytes
         try:
             received_bytes += sum(
-                finish_piece(piece, link.status, link.pace) for piece in self._pieces
+                finish_piece(piece, calls.status, calls.pace) for piece in self._pieces
             )
         except MPI.Exception as error:
             raise self._make_error(self._call.decode(), error) from error
         except TimeoutError:
-            raise link.make_timeout(self._call.decode(), self._peer, self._expected_bytes) from None
+            raise calls.make_timeout(
+                self._call.decode(), self._peer, self._expected_bytes
+            ) from None
         self._check_size(received_bytes)
-        link.entry.leave()
+        calls.entry.leave()
 
     def _check_size(self, received_bytes: int) -> None:
         if self._expected_bytes and received_bytes != self._expected_bytes:
             raise self._make_error("irecv", f"{received_bytes} came")
 
     def _make_error(self, call: str, actual: object) -> TransportError:
-        return self._link.make_call_error(call, self._peer, self._expected_bytes, actual)
+        return self._calls.make_call_error(call, self._peer, self._expected_bytes, actual)
 
 
 def cut_pieces(x: Array, max_piece_bytes: int) -> Iterator[Array]:

@@ -22,10 +22,10 @@ from hpctrain.core.errors import OwnRankError, UsageError
 from hpctrain.core.launchers import launched, set_home
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
+from hpctrain.transport.mpi.calls import MpiCalls
 from hpctrain.transport.mpi.init_limit import init_limit
-from hpctrain.transport.mpi.link import MpiLink
 
-from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MPI)
+from mpi4py import MPI  # isort: skip  (calls.py has kept mpi4py from starting MPI)
 
 #: Open MPI 5.0 crashes if a message arrives in a rank that is still inside MPI_Init. Ranks leave
 #: its last fence at different times (open-mpi/ompi, issue 12495); the first message waits so long.
@@ -96,7 +96,8 @@ def check_communicator(comm: object) -> None:
 
 def has_ranks_of(link: Link, comm: MPI.Intracomm) -> bool:
     """Return whether `comm` has the same ranks as `link`, in the same order."""
-    return isinstance(link, MpiLink) and MPI.Comm.Compare(link.comm, comm) == MPI.CONGRUENT
+    waits = link.endpoint.waits
+    return isinstance(waits, MpiCalls) and MPI.Comm.Compare(waits.comm, comm) == MPI.CONGRUENT
 
 
 def gather_texts(comm: MPI.Intracomm, text: str) -> list[str]:

@@ -14,11 +14,11 @@ import numpy as np
 
 from hpctrain.core.errors import TransportError
 from hpctrain.transport.link import Link
-from hpctrain.transport.mpi.link import MpiLink
+from hpctrain.transport.mpi.calls import calls_of
 from hpctrain.transport.mpi.requests import Spec, buffer_spec, cut_pieces
 from hpctrain.transport.pace import SPIN_S, Pace
 
-from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MPI)
+from mpi4py import MPI  # isort: skip  (calls.py has kept mpi4py from starting MPI)
 
 ANY_RANK = MPI.ANY_SOURCE  #: as a source: whichever rank sends first
 
@@ -28,17 +28,17 @@ class TaggedMessages:
 
     def __init__(self, link: Link, on_loss: Callable[[], NoReturn]):
         """Take over `link`, which must be used by nobody else; `on_loss` ends the job."""
-        assert isinstance(link, MpiLink)
         self._on_loss = on_loss
         self.rank, self.size = link.rank, link.size
-        self._link, self._comm = link, link.comm
+        self._link, self._calls = link, calls_of(link)
+        self._comm = self._calls.comm
         #: MPI's largest tag; others are refused
         self.max_tag: int = self._comm.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 
     def isend(self, x: np.ndarray, dest: int, tag: int) -> TaggedRequest:
         """Start to send contiguous `x` to rank `dest`."""
         self._check_tag(tag)
-        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._link.max_piece_bytes)]
+        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
         pieces = self._post(self._comm.Isend, specs, dest, tag)
         return TaggedRequest(self, f"send to rank {dest}", pieces, dest, tag, None, [])
 
@@ -48,7 +48,7 @@ class TaggedMessages:
         The first piece of a long message from any rank tells the source of the later pieces.
         """
         self._check_tag(tag)
-        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._link.max_piece_bytes)]
+        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
         posted_at_once = 1 if source == ANY_RANK else len(specs)
         pieces = self._post(self._comm.Irecv, specs[:posted_at_once], source, tag)
         name = "receive from any rank" if source == ANY_RANK else f"receive from rank {source}"
@@ -69,13 +69,13 @@ class TaggedMessages:
 
     def end_if_lost(self, error: MPI.Exception) -> None:
         """End the job if a lost rank may be the cause of `error`."""
-        if self._link.family.reports_loss(error):
-            self._link.revoke()
+        if self._calls.family.reports_loss(error):
+            self._calls.family.revoke()
             self._on_loss()
 
     def free(self) -> None:
         """Give the communicator back to MPI; all ranks must call."""
-        self._link.free()
+        self._link.endpoint.free()
 
     def _check_tag(self, tag: int) -> None:
         if not 0 <= tag <= self.max_tag:

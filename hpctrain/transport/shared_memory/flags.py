@@ -20,7 +20,7 @@ Why this is right on x86 and on Arm:
   follows them. (Acquire and then release is no fence: both neighbours may move into the critical
   section.)
 
-A waiting rank polls a few times, then yields the core, at last sleeps (`Link.wait_for`); only from
+A waiting rank polls a few times, then yields the core, at last sleeps (`Waits.wait_for`); only from
 then on is the wait in the watch's record: recording it first would cost half of an exchange.
 A thread that must not hold the interpreter's lock meanwhile does not spin at all: it waits in the
 link's barrier, which fences too, and the words carry only the payload.
@@ -34,9 +34,9 @@ import threading
 import numpy as np
 
 from hpctrain.transport.link import Link
+from hpctrain.transport.pace import WORD_POLLS
 
 WORDS_PER_LINE = 8  # 64 bytes: no two ranks write the same cache line
-SPINS = 20  # polls, 50 ns each, before the core is yielded
 ROUND_BITS = 32
 PAYLOAD_MASK = (1 << ROUND_BITS) - 1
 #: Whether this processor may reorder loads and stores, so that flags need fences.
@@ -60,6 +60,7 @@ class NodeFlags:
         #: the bytes beside each word, which travel in its cache line: (2, P, 56) uint8, first for
         #: even rounds, then for odd ones
         self.spare_bytes = words.view(np.uint8).reshape(2, link.size, -1)[:, :, words.itemsize :]
+        self._wait_for = link.endpoint.waits.wait_for
         lines = [range(parity * link.size, (parity + 1) * link.size) for parity in (0, 1)]
         self._offsets = [[line * WORDS_PER_LINE for line in lines[parity]] for parity in (0, 1)]
         #: for even rounds, then for odd ones: the offsets of our word and of all peers' words
@@ -116,9 +117,9 @@ class NodeFlags:
     def _wait_for_round(self, offset: int, own_word: int) -> int:
         """Return the payload at `offset` once its word belongs to the round of `own_word`."""
         words = self._words
-        for _ in range(SPINS):
+        for _ in range(WORD_POLLS):
             if (words[offset] ^ own_word) <= PAYLOAD_MASK:
                 break
         else:
-            self._link.wait_for(lambda: (words[offset] ^ own_word) <= PAYLOAD_MASK, b"a collective")
+            self._wait_for(lambda: (words[offset] ^ own_word) <= PAYLOAD_MASK, b"a collective")
         return words[offset] & PAYLOAD_MASK

@@ -156,7 +156,7 @@ class NodeMemory:
     def _allocate_by_kind(self, kind: str, nbytes: int) -> list[np.ndarray] | None:
         skew = ALIGN_BYTES + self._link.rank * SKEW_BYTES % PAGE_BYTES
         if kind == "window":
-            pages = self._link.window(nbytes + ALIGN_BYTES)
+            pages = self._link.endpoint.window(nbytes + ALIGN_BYTES)
             return [_cache_aligned(x) for x in pages] if self._is_true_on_all(bool(pages)) else None
         token = os.urandom(16)
         file = _new_file(FILE_MAKERS[kind], token, skew + nbytes)

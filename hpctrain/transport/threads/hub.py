@@ -45,33 +45,28 @@ class Hub:
 
     def __init__(self, members: Sequence[int], timeout_s: float, job: Job, root: Hub | None = None):
         """`members`: the numbers of the ranks in the job; `root`: of the hubs revoked with this."""
-        self.members, self.size, self.timeout_s = tuple(members), len(members), timeout_s
-        self.job, self.root = job, root or self
-        self.revoked = False  # of a root, and of all hubs split from it
+        self.members, self.timeout_s, self.job = tuple(members), timeout_s, job
+        self._root = root or self
+        self._was_revoked = False  # of a root, and of all hubs split from it
         # One lock for all: with a lock per rank, two ranks that exchange messages could deadlock.
         self.lock = threading.Lock()
         # A condition per rank, so that each rank is woken only by its own messages.
-        self.wakeups = [threading.Condition(self.lock) for _ in range(self.size)]
+        self.wakeups = [threading.Condition(self.lock) for _ in members]
         self.mailboxes: dict[tuple[int, int], deque[SentMessage]] = defaultdict(deque)  # (from, to)
-        self.barrier = threading.Barrier(self.size)
-        self.items: list[Any] = [None] * self.size  # one item per rank, readable by all ranks
-        self.children: dict[tuple[int, ...], Hub] = {}
+        self.barrier = threading.Barrier(len(members))
+        self.items: list[Any] = [None] * len(members)  # one item per rank, readable by all ranks
+        self._children: dict[tuple[int, ...], Hub] = {}
         self.agreements: dict[int, Agreement] = defaultdict(Agreement)  # by number
         if root is None:
             job.roots.append(self)
-
-    @property
-    def failure(self) -> threading.Event:
-        """Set if a rank fails; shared by a hub and all hubs split from it."""
-        return self.job.failure
 
     def child(self, key: tuple[int, ...], ranks: Sequence[int]) -> Hub:
         """Return the hub of `ranks`; its first member creates it."""
         members = [self.members[rank] for rank in ranks]
         with self.lock:
-            if key not in self.children:
-                self.children[key] = Hub(members, self.timeout_s, self.job, self.root)
-            return self.children[key]
+            if key not in self._children:
+                self._children[key] = Hub(members, self.timeout_s, self.job, self._root)
+            return self._children[key]
 
     def fail(self) -> None:
         """Wake every waiting rank of this hub and of the hubs split from it."""
@@ -80,17 +75,22 @@ class Hub:
 
     def revoke(self) -> None:
         """End the waits of all ranks of this root, and of the hubs split from it."""
-        self.root.revoked = True
-        self.root.wake()
+        self._root._was_revoked = True
+        self._root.wake()
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the waits on this root were ended, since a rank was lost."""
+        return self._root._was_revoked
 
     def wake(self) -> None:
         """Let the waiting ranks of this hub and of its children look again."""
         with self.lock:
-            if self.failure.is_set() or self.root.revoked or self.lost_members:
+            if self.job.failure.is_set() or self.is_revoked or self.lost_members:
                 self.barrier.abort()
             for wakeup in self.wakeups:
                 wakeup.notify_all()
-            children = list(self.children.values())
+            children = list(self._children.values())
         for child in children:
             child.wake()
 

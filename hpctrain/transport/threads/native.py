@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpctrain.transport.link import NativeCall
-
-if TYPE_CHECKING:
-    from hpctrain.transport.threads.link import LocalLink
+from hpctrain.transport.threads.waits import LocalWaits
 
 
 class ThreadCollectives:
     """Collectives on the ranks of a link; see NativeCollectives."""
 
-    def __init__(self, link: LocalLink):
-        self._link = link
+    def __init__(self, waits: LocalWaits):
+        self._waits = waits
 
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that reduces flat `x`, adding the ranks' arrays in the order of ranks."""
 
         def allreduce() -> None:
-            first_array, *arrays = self._link.gather_items(x.copy())
+            first_array, *arrays = self._waits.gather(x.copy())
             x[...] = first_array
             for array in arrays:
                 op(x, array, out=x)
@@ -32,7 +30,8 @@ class ThreadCollectives:
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call that does `collective` on flat `x`."""
-        gather, rank, chunk = self._link.gather_items, self._link.rank, x.size // self._link.size
+        waits, rank = self._waits, self._waits.rank
+        gather, chunk = waits.gather, x.size // len(waits.hub.members)
         own_chunk = slice(rank * chunk, (rank + 1) * chunk)
 
         def reduce_scatter() -> None:

@@ -58,7 +58,7 @@ def run_ranks(
 def _first_error(outcomes: SimpleQueue[BaseException | None], hub: Hub) -> BaseException | None:
     """Wait for all ranks; return the error of the first that failed, or None."""
     first_error = None
-    for _ in range(hub.size):
+    for _ in hub.members:
         try:
             error = outcomes.get(timeout=None if first_error is None else GRACE_S)
         except Empty:

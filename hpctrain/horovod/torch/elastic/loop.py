@@ -58,7 +58,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                         state.sync()
                     result = func(state, *args, **kwargs)
                     if present.is_elastic:
-                        present.world.link.agree()
+                        present.world.link.endpoint.survivors.agree()
                     return result
                 except HostsUpdatedInterrupt as interrupt:
                     syncs = not interrupt.skip_sync

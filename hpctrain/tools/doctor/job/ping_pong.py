@@ -176,9 +176,10 @@ def _time_call(call: Callable[[], None]) -> float:
 
 def sleeping_barrier(link: Link) -> None:
     """Wait for all ranks while sleeping, so that ranks that still measure have the cores."""
-    previous_pace, link.pace = link.pace, Pace()
+    waits = link.endpoint.waits
+    previous_pace, waits.pace = waits.pace, Pace()
     all_gather_short(link, np.zeros(1, np.uint8))
-    link.pace = previous_pace
+    waits.pace = previous_pace
 
 
 def _check_link_kind(
