@@ -107,11 +107,12 @@ class AllReduceEngine(EngineBase):
             wait = partial(self.times.wait, self._trace)
             sharded = ShardedUpdate(self._group, arena, optimizer, sums, wait)
             return sharded, self._make_reducer(sharded.reduce, options)
-        reducer = self._make_reducer(sums.allreduce, options)
+        make_reducer = partial(self._make_reducer, sums.allreduce, options)
         if options.priority:
-            on_need = overlap.UpdateOnNeed(world, arena, optimizer, reducer, self.times)
+            on_need = overlap.UpdateOnNeed(world, arena, optimizer, make_reducer, self.times)
             return on_need, on_need
-        return ReplicatedUpdate(world.link, arena, optimizer), reducer
+        # The optimizer may lack memory: it is asked before a thread begins.
+        return ReplicatedUpdate(world.link, arena, optimizer), make_reducer()
 
     def _make_reducer(self, reduce: SumFunction, options: AllReduce) -> Reducer:
         """Return the reducer of gradients in buckets; collective."""

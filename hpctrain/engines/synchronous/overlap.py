@@ -29,7 +29,7 @@ distributed DNN training", 2019. The paper sends slices of layers, this file who
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -123,15 +123,20 @@ class UpdateOnNeed(ReplicatedUpdate):
     is_replicated = False
 
     def __init__(
-        self, world: World, arena: Arena, optimizer: Optimizer, reducer: Reducer, times: Times
+        self,
+        world: World,
+        arena: Arena,
+        optimizer: Optimizer,
+        make_reducer: Callable[[], Reducer],
+        times: Times,
     ):
-        """Keep the whole state; waits are added to `times`."""
+        """Keep the whole state, then make the reducer; waits are added to `times`. Collective."""
         super().__init__(world.link, arena, optimizer)
         self.own = None
-        self._world, self._reducer = world, reducer
+        self._world, self._reducer = world, make_reducer()
         self._times, self._trace = times, world.trace
-        self.mark_ready, self.close = reducer.mark_ready, reducer.close
-        parts = [slice(x.bucket.start, x.bucket.stop) for x in reducer.sums]
+        self.mark_ready, self.close = self._reducer.mark_ready, self._reducer.close
+        parts = [slice(x.bucket.start, x.bucket.stop) for x in self._reducer.sums]
         self._bucket_update = PartwiseUpdate(
             optimizer, self.state, arena.param, arena.layout, parts
         )
