@@ -3,13 +3,12 @@
 A regime's modules are imported when it is picked.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
-from hpctrain.engines.parameter_server.roles import ServerOptions
-from hpctrain.gradients.blocks import ReductionOptions
+from hpctrain.engines.options import EngineOptions
 
 if TYPE_CHECKING:
     from hpctrain.engines.gossip.options import Gossip
@@ -47,30 +46,22 @@ __getattr__ = lazy_names(
 )
 
 
-def workers_of(options: Any, ranks: int) -> int:
-    """Return the number of workers among `ranks`; raise UsageError if the regime does not fit."""
-    workers = len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
-    if hasattr(options, "must_fit"):
-        options.must_fit(workers)
-    return workers
-
-
-def blocks_of(options: Any, workers: int) -> int:
+def blocks_of(options: EngineOptions, workers: int) -> int:
     """Return the number of parts into which a batch is cut; each worker computes whole parts.
 
     There is one part per worker; with ordered sums the number does not depend on the workers.
     """
-    tree = options.tree(workers) if isinstance(options, ReductionOptions) else None
+    tree = options.tree(workers)
     return tree.blocks if tree else workers
 
 
-def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -> None:
+def must_fit(options: EngineOptions, ranks: int, batch: int, samples: int | None = None) -> None:
     """Raise UsageError if `ranks` do not fit the regime, or if one would compute no sample.
 
     Each worker, or each block of an ordered sum, needs at least one of the `batch` samples of a
     step. A training set of fewer `samples` limits the batch.
     """
-    workers = workers_of(options, ranks)
+    workers = options.workers(ranks)
     blocks = blocks_of(options, workers)
     count = batch if samples is None else min(samples, batch)
     if count >= blocks:
@@ -82,11 +73,9 @@ def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -
     raise UsageError(f"{count} {unit} for {blocks} {receivers}: each needs at least one; {remedy}")
 
 
-def updates_per_step(options: Any, ranks: int) -> float:
+def updates_per_step(options: EngineOptions, ranks: int) -> float:
     """Return the optimizer's updates per step; its learning-rate schedule counts updates."""
-    if hasattr(options, "updates_per_step"):
-        return options.updates_per_step(workers_of(options, ranks))
-    return 1.0
+    return options.updates_per_step(options.workers(ranks))
 
 
 __all__ = [
@@ -106,5 +95,4 @@ __all__ = [
     "blocks_of",
     "must_fit",
     "updates_per_step",
-    "workers_of",
 ]

@@ -85,12 +85,12 @@ class Recipe:
         replicas, workers = self.mesh.workers(ranks), self.workers(ranks)
         engines.must_fit(self.engine, replicas, self.batch.size(workers))
         self.faults.check(ranks, workers)
-        if getattr(self.engine, "algorithm", "auto") == "direct":
+        if self.engine.algorithm == "direct":
             require_one_node(nodes)
 
     def workers(self, ranks: int) -> int:
         """Return the number of workers among `ranks`; raise UsageError if the ranks do not fit."""
-        return engines.workers_of(self.engine, self.mesh.workers(ranks))
+        return self.engine.workers(self.mesh.workers(ranks))
 
     @property
     def sha256(self) -> str:

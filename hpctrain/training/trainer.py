@@ -267,7 +267,7 @@ class Trainer:
         return self.replica.predict(x)
 
     def _slowed_replica(self, faults: FaultsOptions) -> Replica:
-        workers = engines.workers_of(self.engine_options, self.mesh.data.size)
+        workers = self.engine_options.workers(self.mesh.data.size)
         faults.check(self.world.size, workers)
         if not faults.any:
             return self.replica

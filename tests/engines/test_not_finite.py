@@ -147,7 +147,7 @@ def trained(world, engine, rank, value, *, without=None, **extra):
 
 
 def last_worker(engine, size: int) -> int:
-    return engines.workers_of(engine, size) - 1
+    return engine.workers(size) - 1
 
 
 @pytest.mark.sample(1)

@@ -13,13 +13,14 @@ from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.gossip.ad_psgd import AdPsgdEngine
 from hpctrain.engines.gossip.d_psgd import DPsgdEngine
+from hpctrain.engines.options import EngineOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
 
 @config.options
-class Gossip:
+class Gossip(EngineOptions):
     """`[engine] kind = "gossip"`."""
 
     graph: Literal["bipartite", "ring", "exponential"] = "bipartite"

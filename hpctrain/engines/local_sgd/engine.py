@@ -51,6 +51,7 @@ from hpctrain.engines.engine import (
     train_in_lockstep,
 )
 from hpctrain.engines.local_sgd.outer_step import Averaging, DelayedAverage, OuterOptimizer
+from hpctrain.engines.options import EngineOptions
 from hpctrain.engines.saved_state import SavedState, pieces_of
 from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
 from hpctrain.engines.worker_state import WorkerState
@@ -66,7 +67,7 @@ DEFAULT_PERIODS = {"none": 8, "nesterov": 64}
 
 
 @config.options
-class LocalSgd(WireOptions):
+class LocalSgd(WireOptions, EngineOptions):
     """When parameters are averaged, and how the average is applied."""
 
     #: Steps between two averagings; None: DEFAULT_PERIODS, by `outer`.

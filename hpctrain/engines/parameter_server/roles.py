@@ -14,6 +14,7 @@ from pydantic import Field
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
+from hpctrain.engines.options import EngineOptions
 from hpctrain.transport.link import Link
 
 
@@ -38,11 +39,17 @@ class WorkerLinks(NamedTuple):
 
 
 @config.options
-class ServerOptions:
+class ServerOptions(EngineOptions):
     """Keys that all regimes with servers have."""
 
     servers: Annotated[int, Field(ge=1)] = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
+
+    def workers(self, ranks: int) -> int:
+        """Return the number of ranks that compute gradients."""
+        workers = len(self.roles(ranks).workers)
+        self.must_fit(workers)
+        return workers
 
     def roles(self, size: int) -> Roles:
         """Return the roles of `size` ranks: the last ranks are servers.

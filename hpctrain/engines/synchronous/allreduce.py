@@ -20,6 +20,7 @@ from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.base import EngineBase
 from hpctrain.engines.engine import AgreedCommit, Flags, Task, sum_in_layer, train_in_lockstep
+from hpctrain.engines.options import EngineOptions
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous import overlap
 from hpctrain.engines.synchronous.contradictions import contradictions
@@ -40,7 +41,7 @@ from hpctrain.world import World
 
 
 @config.options
-class AllReduce(WireOptions):
+class AllReduce(WireOptions, EngineOptions):
     """How gradients are summed; in a recipe the keys of WireOptions stand in `[wire]`."""
 
     shard_optimizer: bool = False  #: each rank keeps 1/P of the optimizer's state

@@ -17,6 +17,7 @@ from hpctrain.engines.engine import (
     Times,
     train_in_lockstep,
 )
+from hpctrain.engines.options import EngineOptions
 from hpctrain.engines.saved_state import SavedState, pieces_of, request_state
 from hpctrain.engines.synchronous.gradient_sums import warn_of_residuals
 from hpctrain.gradients.blocks import BlockReplica, ReductionOptions
@@ -29,7 +30,7 @@ from hpctrain.world import World
 
 
 @config.options
-class Single(ReductionOptions):
+class Single(ReductionOptions, EngineOptions):
     """Options of training on a single device: the order of its sums."""
 
     def must_fit(self, workers: int) -> None:
