@@ -36,9 +36,6 @@ MEMBERS: dict[str, int] = {
     "engines/parameter_server/coordinator.py ServerMethod": 17,
     "engines/parameter_server/worker.py Worker": 16,
     "torch/modules/model.py TorchModel": 16,
-    "training/journal.py Journal": 26,
-    "training/loop.py Loop": 18,
-    "training/survival/recoveries.py Recoveries": 19,
     "transport/link.py Link": 29,
     "transport/mpi/fault_tolerance.py SurvivingLink": 16,
     "transport/mpi/link.py MpiLink": 30,
@@ -59,13 +56,6 @@ POSITIONAL: dict[str, int] = {
     "torch/modules/optimizers/bound.py BoundOptimizer.__init__": 6,
     "torch/operations.py Operations.start": 6,
     "torch/progress.py Progress.__init__": 6,
-    "training/checkpointer.py Checkpointer.__init__": 6,
-    "training/fit_call.py _claim_folder": 6,
-    "training/journal.py Journal.__init__": 10,
-    "training/loop.py Loop.__init__": 7,
-    "training/split_model.py check": 6,
-    "training/split_model.py make_replica": 6,
-    "training/suspicions.py find_suspicions": 6,
     "training/trainer.py Trainer.__init__": 11,
     "transport/device/staging.py Staging._copied": 6,
     "transport/mpi/tagged.py TaggedRequest.__init__": 7,
@@ -74,7 +64,6 @@ POSITIONAL: dict[str, int] = {
 #: parameters, of functions with more
 PARAMETERS: dict[str, int] = {
     "engines/parameter_server/shard.py Shard.__init__": 9,
-    "training/journal.py Journal.__init__": 10,
     "training/trainer.py Trainer.__init__": 11,
     "training/trainer.py Trainer.fit": 14,
 }
