@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 
@@ -49,6 +49,14 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+class Sizes(NamedTuple):
+    """The sizes of a training that follow from the number of its ranks."""
+
+    batch: int  #: samples of a step over all ranks
+    rate: float  #: the optimizer's rate, scaled to the batch
+    updates_per_step: float  #: of the optimizer
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A run, checked; `tables` is the recipe as read, to be written beside the results."""
@@ -77,16 +85,20 @@ class Recipe:
         """Return the resolved recipe as TOML; training it again repeats the run."""
         return tomli_w.dumps(self.tables | ({paths.PATHS: self.written} if self.written else {}))
 
-    def must_fit(self, ranks: int, nodes: int = 1) -> None:
-        """Raise UsageError if `ranks` on `nodes` nodes cannot train this, whatever the data.
+    def must_fit(self, ranks: int, nodes: int = 1) -> Sizes:
+        """Return the sizes of a training on `ranks` on `nodes` nodes.
 
-        Engine, algorithm, batch and planted faults each constrain the number of ranks.
+        Raises UsageError if they cannot train this, whatever the data: engine, algorithm, batch and
+        planted faults each constrain the number of ranks.
         """
         replicas, workers = self.mesh.workers(ranks), self.workers(ranks)
-        engines.must_fit(self.engine, replicas, self.batch.size(workers))
+        batch = self.batch.size(workers)
+        engines.must_fit(self.engine, replicas, batch)
         self.faults.check(ranks, workers)
         if self.engine.algorithm == "direct":
             require_one_node(nodes)
+        rate = self.optimizer.rate * self.batch.rate_factor(workers)
+        return Sizes(batch, rate, engines.updates_per_step(self.engine, replicas))
 
     def workers(self, ranks: int) -> int:
         """Return the number of workers among `ranks`; raise UsageError if the ranks do not fit."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from hpctrain import checkpoint, engines, nn
+from hpctrain import checkpoint, nn
 from hpctrain.core import config, frameworks, trees
 from hpctrain.core.config import code_ownership
 from hpctrain.core.errors import UsageError
@@ -25,7 +25,6 @@ from hpctrain.data.scaling import Scale, scale_split
 from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.nn.from_function import FunctionModel
-from hpctrain.optim import Optimizer
 from hpctrain.training import loading, recipe, weights
 from hpctrain.training.callbacks import FirstRank
 from hpctrain.training.fit import RunOrigin
@@ -93,8 +92,8 @@ def prepare(
 
     `recorded`: the scale of the data of a run that is resumed.
     """
-    if not world.is_spare:  # which cannot know the nodes of the others
-        world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    nodes = 1 if world.is_spare else len(world.main.nodes)  # a spare does not know them
+    sizes = world.on_all_ranks(lambda: spec.must_fit(world.size, nodes))
     current_code, recorded_code = spec.code.sha256, spec.code.recorded
     world.must_agree(str(sorted(current_code.items())), "the code that the recipe names")
     changed_modules = [
@@ -113,12 +112,13 @@ def prepare(
     model = world.on_all_ranks(lambda: build_model(spec, split))
     scale = loading.choose_scale(spec, split, model, world, recorded)
     split = scale_split(split, scale)
-    batch = spec.batch.size(spec.workers(world.size))
-    steps_per_epoch = Sampler.of(split.train, batch, spec.run.seed).steps_per_epoch
+    steps_per_epoch = Sampler.of(split.train, sizes.batch, spec.run.seed).steps_per_epoch
     total_steps = spec.run.steps or (spec.run.epochs or 0) * steps_per_epoch
+    # The schedule counts updates, not the regime's steps.
+    lengths = (round(steps * sizes.updates_per_step) for steps in (steps_per_epoch, total_steps))
     trainer = Trainer(
         model,
-        _build_optimizer(spec, world.size, steps_per_epoch, total_steps),
+        spec.optimizer.build(spec.schedule.build(sizes.rate, *lengths)),
         spec.engine,
         spec.run.seed,
         spec.run.precision,
@@ -129,16 +129,8 @@ def prepare(
         mesh=spec.mesh,
         pipeline=spec.pipeline,
     )
-    yield Job(spec, split, scale, trainer, batch, steps_per_epoch, total_steps)
+    yield Job(spec, split, scale, trainer, sizes.batch, steps_per_epoch, total_steps)
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
-
-
-def _build_optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
-    """Return the optimizer of a recipe; its schedule counts updates, not the regime's steps."""
-    rate = spec.optimizer.rate * spec.batch.rate_factor(spec.workers(ranks))
-    updates = engines.updates_per_step(spec.engine, spec.mesh.workers(ranks))
-    lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
-    return spec.optimizer.build(spec.schedule.build(rate, *lengths))
 
 
 def _make_callbacks(spec: Recipe) -> list[Any]:
