@@ -10,29 +10,18 @@ alone. All parameters decay, biases too, unless `exempt_vectors` is set.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from hpctrain.core.config import options
-from hpctrain.core.xp import Array, fused, namespace, on_device
-from hpctrain.optim.norms import clip_factor, find_decaying, kernel_slices
+from hpctrain.core.xp import Array
 from hpctrain.optim.optimizer import (
-    BLOCK_ELEMENTS,
-    CommonOptions,
     Fraction,
-    GatherRows,
     NonNegativeFloat,
     Optimizer,
     PositiveFloat,
     Schedule,
-    State,
-    TensorSlot,
-    blocks,
-    build,
-    initial_state,
-    rate_at,
 )
+from hpctrain.optim.rule import CommonOptions, Parts, Step, assemble, build, decaying
 
 
 @options
@@ -48,8 +37,27 @@ class AdamWOptions(CommonOptions):
 
     def build(self, rate: float | Schedule) -> Optimizer:
         """Return AdamW whose rate is `rate`: a number, or a schedule built from `self.rate`."""
-        init = partial(initial_state, names=["mean", "square"])
-        return Optimizer(init, partial(_update, self, rate), rate, self.clip_norm is not None)
+        return assemble(self.run, rate, self.clip_norm, ["mean", "square"])
+
+    def run(self, step: Step) -> None:
+        """Write the parameters and both moments."""
+        numbers = (*self.moment_factors(step), *self.direction_factors(step, step.rate))
+        exempt = self.exempt_vectors
+        for elements, decay, parts in step.spans(self.weight_decay, exempt_vectors=exempt):
+            step.apply(_adamw_kernel, elements, parts, (1 - step.rate * decay, *numbers))
+
+    def moment_factors(self, step: Step) -> tuple[float, float, float, float]:
+        """Return the four factors of `update_moments`, for a gradient that is scaled."""
+        clip = step.clip
+        return self.beta1, clip * (1 - self.beta1), self.beta2, clip * clip * (1 - self.beta2)
+
+    def direction_factors(self, step: Step, rate: float) -> tuple[float, float, float]:
+        """Return the three factors of `compute_direction`, which is multiplied by `rate`.
+
+        The bias corrections are scalars: as part of other factors they need no pass over memory.
+        """
+        m_correction, v_correction = 1 - self.beta1**step.number, 1 - self.beta2**step.number
+        return rate / m_correction, 1 / math.sqrt(v_correction), self.epsilon
 
 
 def adamw(
@@ -71,53 +79,27 @@ def adamw(
     return build(AdamWOptions, "adamw", **locals())
 
 
-def _update(
-    const: AdamWOptions,
-    schedule: float | Schedule,
-    grad: Array,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
-) -> None:
-    updates = int(state["step"][0])
-    rate, clip = rate_at(schedule, updates), clip_factor(grad, const.clip_norm, slots, gather_rows)
-    # The bias corrections are scalars: as part of other factors they need no pass over memory.
-    step_size = rate / (1 - const.beta1 ** (updates + 1))
-    v_correction = 1 / math.sqrt(1 - const.beta2 ** (updates + 1))
-    state["step"] += 1
-    moments = moment_factors(clip, const.beta1, const.beta2)
-    direction = (step_size, v_correction, const.epsilon)
-    mean, square, decay_factor = state["mean"], state["square"], 1 - rate * const.weight_decay
-    if on_device(param):
-        per_slot = const.exempt_vectors and const.weight_decay > 0
-        for part, decays in kernel_slices(param.size, slots, per_slot):
-            arrays = (param[part], mean[part], square[part], grad[part])
-            factors = (decay_factor if decays else 1.0, *moments, *direction)
-            fused(_adamw_kernel, param)(*arrays, *factors)
-        return
-    xp = namespace(param)
-    scratch = xp.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
-    decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
-    for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
-        m, v, t = mean[block], square[block], scratch[: block.stop - block.start]
-        update_moments(xp, m, v, grad[block], *moments, t)
-        for part in decaying_parts if const.weight_decay else ():
-            param[part] *= decay_factor
-        param[block] -= compute_direction(xp, m, v, *direction, t)
-
-
 def _adamw_kernel(
-    xp: Any, w: Array, m: Array, v: Array, g: Array, decay_factor: float, *factors: float
+    xp: Any,
+    w: Array,
+    m: Array,
+    v: Array,
+    g: Array,
+    decay_factor: float,
+    beta1: float,
+    g_factor: float,
+    beta2: float,
+    g2_factor: float,
+    step_size: float,
+    v_correction: float,
+    epsilon: float,
+    *scratch: Array,
+    parts: Parts | None = None,
 ) -> None:
-    update_moments(xp, m, v, g, *factors[:4])
-    w *= decay_factor
-    w -= compute_direction(xp, m, v, *factors[4:])
-
-
-def moment_factors(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
-    """Return the four factors of `update_moments` for gradients that are scaled by `clip`."""
-    return beta1, clip * (1 - beta1), beta2, clip * clip * (1 - beta2)
+    update_moments(xp, m, v, g, beta1, g_factor, beta2, g2_factor, *scratch)
+    for (x,) in decaying(parts, w):
+        x *= decay_factor
+    w -= compute_direction(xp, m, v, step_size, v_correction, epsilon, *scratch)
 
 
 def update_moments(

@@ -12,48 +12,24 @@ length.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpctrain.core.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
-from hpctrain.optim.adamw import (
-    AdamWOptions,
-    compute_direction,
-    moment_factors,
-    update_moments,
-)
+from hpctrain.optim.adamw import AdamWOptions, compute_direction, update_moments
 from hpctrain.optim.norms import (
-    BlockPiece,
-    clip_factor,
     is_vector,
-    kernel_slices,
     make_scratch,
     piece_ranges,
-    pieces,
     safe_ratio,
-    slot_pieces,
     sum_by_slot,
     sum_squares,
     sum_squares_by_piece,
 )
-from hpctrain.optim.optimizer import (
-    BLOCK_ELEMENTS,
-    GatherRows,
-    Optimizer,
-    PositiveFloat,
-    Schedule,
-    State,
-    TensorSlot,
-    blocks,
-    build,
-    initial_state,
-    rate_at,
-)
+from hpctrain.optim.optimizer import Optimizer, PositiveFloat, Schedule
+from hpctrain.optim.rule import Step, assemble, build
 
 
 @options
@@ -65,8 +41,51 @@ class LambOptions(AdamWOptions):
 
     def build(self, rate: float | Schedule) -> Optimizer:
         """Return LAMB whose rate is `rate`: a number, or a schedule built from `self.rate`."""
-        init = partial(initial_state, names=["mean", "square"])
-        return Optimizer(init, partial(_update, self, rate), rate)
+        return assemble(self.run, rate, self.clip_norm, ["mean", "square"], needs_norms=True)
+
+    def run(self, step: Step) -> None:
+        """Write the parameters and both moments."""
+        if on_device(step.arrays[0]):
+            return self._run_on_device(step)
+        (t,), wide_scratch, rows = step.scratch, make_scratch(step.arrays[0]), []
+        moments, direction = self.moment_factors(step), self.direction_factors(step, 1.0)
+        u_scratch = np.empty_like(t)
+        pieces = [(i, [x[elements] for x in step.arrays]) for i, elements in step.pieces()]
+
+        def compute_u(slot: int, w: Array, m: Array, v: Array) -> Array:
+            is_exempt = self.exempt_vectors and is_vector(step.slots[slot])
+            decay = 0.0 if is_exempt else self.weight_decay
+            return _compute_u(np, w, m, v, decay, *direction, u_scratch[: w.size], t[: w.size])
+
+        for slot, (w, m, v, g) in pieces:
+            update_moments(np, m, v, g, *moments, t[: w.size])
+            u = compute_u(slot, w, m, v)
+            rows.append((sum_squares(w, wide_scratch), sum_squares(u, wide_scratch)))
+        rates = self._compute_rates(step, np.array(rows).reshape(-1, 2))
+        for slot, (w, m, v, _) in pieces:
+            u = compute_u(slot, w, m, v)
+            _step_kernel(np, w, u, rates[slot], u)
+
+    def _run_on_device(self, step: Step) -> None:
+        """Compute u once, as an array."""
+        param = step.arrays[0]
+        u = namespace(param).zeros_like(param)
+        numbers = (*self.moment_factors(step), *self.direction_factors(step, 1.0))
+        with_u = step._replace(arrays=[u, *step.arrays])
+        exempt = self.exempt_vectors
+        for elements, decay, parts in step.spans(self.weight_decay, exempt_vectors=exempt):
+            with_u.apply(_lamb_kernel, elements, parts, (decay, *numbers))
+        _, ranges = piece_ranges(param.size, step.slots)
+        rates = self._compute_rates(step, sum_squares_by_piece([param, u], ranges))
+        for slot, elements in step.pieces():
+            fused(_step_kernel, param)(param[elements], u[elements], rates[slot])
+
+    def _compute_rates(self, step: Step, rows: np.ndarray) -> list[float]:
+        """Return the rate of each slot: times |w| / |u|, but for exempt slots."""
+        w, u = np.sqrt(sum_by_slot(step.gather_rows(rows), step.slots)).T
+        is_exempt = [self.exempt_vectors and is_vector(slot) for slot in step.slots]
+        ratios = np.where(is_exempt, 1.0, safe_ratio(w, u))
+        return [step.rate * ratio for ratio in ratios.tolist()]
 
 
 def lamb(
@@ -86,110 +105,41 @@ def lamb(
     return build(LambOptions, "lamb", **locals())
 
 
-def _update(
-    const: LambOptions,
-    schedule: float | Schedule,
-    grad: Array,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
+def _lamb_kernel(
+    xp: Any,
+    u: Array,
+    w: Array,
+    m: Array,
+    v: Array,
+    g: Array,
+    decay: float,
+    beta1: float,
+    g_factor: float,
+    beta2: float,
+    g2_factor: float,
+    *direction: float,
 ) -> None:
-    rate = rate_at(schedule, int(state["step"][0]))
-    clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
-    if on_device(param):
-        return _update_on_device(const, rate, clip, grad, state, param, slots, gather_rows)
-    xp, moments = namespace(param), moment_factors(clip, const.beta1, const.beta2)
-    scratch = xp.empty((2, min(BLOCK_ELEMENTS, param.size)), param.dtype)
-    for block in blocks(param.size):
-        m, v = state["mean"][block], state["square"][block]
-        update_moments(xp, m, v, grad[block], *moments, scratch[0, : m.size])
-    ratios = _compute_ratios(const, state, param, slots, gather_rows, scratch)
-    for piece in pieces(param.size, slots):
-        u = _compute_u(const, piece, state, param, slots, scratch)
-        u *= rate * float(ratios[piece.slot])
-        param[piece.elements] -= u
-    state["step"] += 1
-
-
-def _compute_ratios(
-    const: LambOptions,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
-    scratch: Array,
-) -> np.ndarray:
-    """Return |w| / |u| of each slot, float64; 1 for exempt slots."""
-    wide_scratch, rows = make_scratch(param), []
-    for piece in pieces(param.size, slots):
-        u = _compute_u(const, piece, state, param, slots, scratch)
-        w = param[piece.elements]
-        rows.append((sum_squares(w, wide_scratch), sum_squares(u, wide_scratch)))
-    return _ratios_from(const, gather_rows(np.array(rows).reshape(-1, 2)), slots)
-
-
-def _ratios_from(const: LambOptions, rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
-    w, u = np.sqrt(sum_by_slot(rows, slots)).T
-    is_exempt = [const.exempt_vectors and is_vector(slot) for slot in slots]
-    return np.where(is_exempt, 1.0, safe_ratio(w, u))
+    update_moments(xp, m, v, g, beta1, g_factor, beta2, g2_factor)
+    u[...] = _compute_u(xp, w, m, v, decay, *direction)
 
 
 def _compute_u(
-    const: LambOptions,
-    piece: BlockPiece,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    scratch: Array,
+    xp: Any,
+    w: Array,
+    m: Array,
+    v: Array,
+    decay: float,
+    m_factor: float,
+    v_factor: float,
+    epsilon: float,
+    *scratch: Array,
 ) -> Array:
-    """Write u of a piece into row 0 of `scratch`, and return it."""
-    elements, (u, t) = piece.elements, scratch[:, : piece.elements.stop - piece.elements.start]
-    m, v, xp = state["mean"][elements], state["square"][elements], namespace(u)
-    compute_direction(xp, m, v, *_direction_factors(const, int(state["step"][0]) + 1), u)
-    if const.weight_decay and not (const.exempt_vectors and is_vector(slots[piece.slot])):
-        u += xp.multiply(param[elements], const.weight_decay, out=t)
+    """Return u; the host computes it in the first of two scratch arrays, and returns that."""
+    u = compute_direction(xp, m, v, m_factor, v_factor, epsilon, *scratch[:1])
+    if not scratch or decay:
+        u += xp.multiply(w, decay, *scratch[1:])
     return u
 
 
-def _direction_factors(const: LambOptions, updates: int) -> tuple[float, float, float]:
-    """Return the factors of `compute_direction` after `updates` updates; the rate comes later."""
-    bias_corrections = 1 / (1 - const.beta1**updates), 1 / math.sqrt(1 - const.beta2**updates)
-    return *bias_corrections, const.epsilon
-
-
-def _update_on_device(
-    const: LambOptions,
-    rate: float,
-    clip: float,
-    grad: Array,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
-) -> None:
-    """Do the work of `_update` on a device, where u is an array and computed once."""
-    state["step"] += 1
-    direction = _direction_factors(const, int(state["step"][0]))
-    u = namespace(param).zeros_like(param)
-    moments = moment_factors(clip, const.beta1, const.beta2)
-    for elements, decays in kernel_slices(param.size, slots, const.exempt_vectors):
-        m, v = state["mean"][elements], state["square"][elements]
-        arrays = (u[elements], param[elements], m, v, grad[elements])
-        fused(_lamb_kernel, param)(*arrays, const.weight_decay * decays, *moments, *direction)
-    _, ranges = piece_ranges(param.size, slots)
-    rows = sum_squares_by_piece([param, u], ranges)
-    ratios = _ratios_from(const, gather_rows(rows), slots)
-    for slot, elements in slot_pieces(param.size, slots):
-        fused(_step_kernel, param)(param[elements], u[elements], rate * float(ratios[slot]))
-
-
-def _lamb_kernel(
-    xp: Any, u: Array, w: Array, m: Array, v: Array, g: Array, decay: float, *factors: float
-) -> None:
-    update_moments(xp, m, v, g, *factors[:4])
-    xp.add(compute_direction(xp, m, v, *factors[4:]), w * decay, out=u)
-
-
-def _step_kernel(xp: Any, w: Array, u: Array, rate: float) -> None:
-    w -= u * rate
+def _step_kernel(xp: Any, w: Array, u: Array, rate: float, *scratch: Array) -> None:
+    w -= xp.multiply(u, rate, *scratch)

@@ -13,39 +13,27 @@ a gradient l = trust / decay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpctrain.core.config import options
-from hpctrain.core.xp import Array, fused, on_device
+from hpctrain.core.xp import Array
 from hpctrain.optim.norms import (
-    clip_factor,
     is_vector,
     piece_ranges,
-    pieces,
     safe_ratio,
-    slot_pieces,
     sum_by_slot,
     sum_squares_by_piece,
 )
 from hpctrain.optim.optimizer import (
-    BLOCK_ELEMENTS,
-    CommonOptions,
     Fraction,
-    GatherRows,
     NonNegativeFloat,
     Optimizer,
     PositiveFloat,
     Schedule,
-    State,
-    TensorSlot,
-    build,
-    initial_state,
-    rate_at,
 )
+from hpctrain.optim.rule import CommonOptions, Parts, Step, assemble, build, decaying
 
 
 @options
@@ -59,8 +47,22 @@ class LarsOptions(CommonOptions):
 
     def build(self, rate: float | Schedule) -> Optimizer:
         """Return LARS whose rate is `rate`: a number, or a schedule built from `self.rate`."""
-        init = partial(initial_state, names=["momentum"])
-        return Optimizer(init, partial(_update, self, rate), rate)
+        return assemble(self.run, rate, self.clip_norm, ["momentum"], needs_norms=True)
+
+    def run(self, step: Step) -> None:
+        """Write the parameters and the momentum."""
+        param, _, grad = step.arrays
+        _, ranges = piece_ranges(param.size, step.slots)
+        rows = step.gather_rows(sum_squares_by_piece([param, grad], ranges))
+        w_norms, g_norms = np.sqrt(sum_by_slot(rows, step.slots)).T
+        divisors = step.clip * g_norms + self.weight_decay * w_norms
+        trust_ratios = safe_ratio(self.trust * w_norms, divisors)  # l of each slot, float64
+        for i, elements in step.pieces():
+            is_exempt = self.exempt_vectors and is_vector(step.slots[i])
+            rate = step.rate if is_exempt else step.rate * float(trust_ratios[i])
+            decay = 0.0 if is_exempt else rate * self.weight_decay
+            numbers = (self.momentum, rate * step.clip, decay)
+            step.apply(_lars_kernel, elements, None if decay else (), numbers)
 
 
 def lars(
@@ -79,35 +81,6 @@ def lars(
     return build(LarsOptions, "lars", **locals())
 
 
-def _update(
-    const: LarsOptions,
-    schedule: float | Schedule,
-    grad: Array,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
-) -> None:
-    rate = rate_at(schedule, int(state["step"][0]))
-    clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
-    _, ranges = piece_ranges(param.size, slots)
-    rows = gather_rows(sum_squares_by_piece([param, grad], ranges))
-    w_norms, g_norms = np.sqrt(sum_by_slot(rows, slots)).T
-    divisors = clip * g_norms + const.weight_decay * w_norms
-    trust_ratios = safe_ratio(const.trust * w_norms, divisors)  # l of each slot, float64
-    state["step"] += 1
-    scratch = [] if on_device(param) else [np.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)]
-    pieces_of = slot_pieces if on_device(param) else pieces  # a kernel takes a slot of any length
-    for i, elements in pieces_of(param.size, slots):
-        is_exempt = const.exempt_vectors and is_vector(slots[i])
-        local_rate = rate if is_exempt else rate * float(trust_ratios[i])
-        decay = 0.0 if is_exempt else local_rate * const.weight_decay
-        w, v, g = param[elements], state["momentum"][elements], grad[elements]
-        fused(_lars_kernel, param)(
-            w, v, g, const.momentum, local_rate * clip, decay, *[t[: w.size] for t in scratch]
-        )
-
-
 def _lars_kernel(
     xp: Any,
     w: Array,
@@ -117,9 +90,10 @@ def _lars_kernel(
     rate: float,
     decay: float,
     *scratch: Array,
+    parts: Parts | None = None,
 ) -> None:
     v *= momentum
     v += xp.multiply(g, rate, *scratch)
-    if not scratch or decay:  # a fused kernel does not know its numbers
-        v += xp.multiply(w, decay, *scratch)
+    for x, y in decaying(parts, v, w):
+        x += xp.multiply(y, decay, *scratch)
     w -= v

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.core.xp import Array, namespace, on_device, raw_kernel, to_host
-from hpctrain.optim.optimizer import BLOCK_ELEMENTS, GatherRows, TensorSlot, blocks
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS, GatherRows, TensorSlot
 
 
 class BlockPiece(NamedTuple):
@@ -147,31 +147,15 @@ def is_vector(slot: TensorSlot) -> bool:
     return len(slot.shape) < 2
 
 
-def find_decaying(
-    size: int, slots: Sequence[TensorSlot], exempt_vectors: bool
-) -> list[list[slice]]:
-    """Return, per block, the slices to which weight decay applies."""
-    if not exempt_vectors:
-        return [[s] for s in blocks(size)]
-    decaying_parts: list[list[slice]] = [[] for _ in blocks(size)]
+@lru_cache(maxsize=16)
+def find_decaying(size: int, slots: tuple[TensorSlot, ...]) -> Sequence[Sequence[slice]]:
+    """Return, per block, the slices of the block to which weight decay applies, but for vectors."""
+    decaying_parts: list[list[slice]] = [[] for _ in range(0, size, BLOCK_ELEMENTS)]
     for i, elements in pieces(size, slots):
         if not is_vector(slots[i]):
-            decaying_parts[elements.start // BLOCK_ELEMENTS].append(elements)
+            block, start = divmod(elements.start, BLOCK_ELEMENTS)
+            decaying_parts[block].append(slice(start, elements.stop - block * BLOCK_ELEMENTS))
     return decaying_parts
-
-
-def kernel_slices(
-    size: int, slots: Sequence[TensorSlot], per_slot: bool
-) -> Iterator[tuple[slice, bool]]:
-    """Yield (slice, decays) for each kernel launch: one for all elements, or one per slot.
-
-    Launches per slot leave out the gaps between slots.
-    """
-    if not per_slot:
-        yield slice(0, size), True
-        return
-    for i, elements in slot_pieces(size, slots):
-        yield elements, not is_vector(slots[i])
 
 
 def slot_pieces(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:

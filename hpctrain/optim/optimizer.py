@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
 import pydantic
 
-from hpctrain.core.config import OptionsError, options
-from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
 
 #: Processed together: with their state they fit the second-level cache. Shards of an arena begin at
@@ -119,23 +117,3 @@ def rate_curve(
         return None
     steps = np.unique(np.linspace(first, last, MAX_CURVE_POINTS).round().astype(int)).tolist()
     return [[step, float(f"{rate_at(rate, updates(step)):.6g}")] for step in steps]
-
-
-@options
-class CommonOptions:
-    """Options of every optimizer: the rate, and the maximum norm of the whole gradient."""
-
-    rate: PositiveFloat
-    clip_norm: PositiveFloat | None = None
-
-
-def build(kind: Any, name: str, rate: float | Schedule, **values: Any) -> Optimizer:
-    """Return the optimizer of the options class `kind`; raise UsageError, as of `name`.
-
-    `rate` is a number or a function of the 0-based step.
-    """
-    try:  # options need a number as their rate, which only recipes use
-        optimizer: Optimizer = kind(rate=1.0, **values).build(rate)
-        return optimizer
-    except OptionsError as error:
-        raise UsageError(error.text(name)) from None

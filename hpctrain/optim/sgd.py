@@ -11,29 +11,13 @@ Bengio et al. (2013): w is the look-ahead point, at which gradients are computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from hpctrain.core.config import options
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, fused, namespace, on_device
-from hpctrain.optim.norms import clip_factor, find_decaying, kernel_slices
-from hpctrain.optim.optimizer import (
-    BLOCK_ELEMENTS,
-    CommonOptions,
-    Fraction,
-    GatherRows,
-    NonNegativeFloat,
-    Optimizer,
-    Schedule,
-    State,
-    TensorSlot,
-    blocks,
-    build,
-    initial_state,
-    rate_at,
-)
+from hpctrain.core.xp import Array
+from hpctrain.optim.optimizer import Fraction, NonNegativeFloat, Optimizer, Schedule
+from hpctrain.optim.rule import CommonOptions, Parts, Step, assemble, build, decaying
 
 
 @options
@@ -52,8 +36,21 @@ class SgdOptions(CommonOptions):
 
     def build(self, rate: float | Schedule) -> Optimizer:
         """Return SGD whose rate is `rate`: a number, or a schedule built from `self.rate`."""
-        init = partial(initial_state, names=["momentum"] if self.momentum else [])
-        return Optimizer(init, partial(_update, self, rate), rate, self.clip_norm is not None)
+        return assemble(self.run, rate, self.clip_norm, ["momentum"] if self.momentum else [])
+
+    def run(self, step: Step) -> None:
+        """Write the parameters and the momentum."""
+        rate, clip = step.rate, step.clip
+        exempt = self.exempt_vectors
+        for elements, decay, parts in step.spans(self.weight_decay, exempt_vectors=exempt):
+            g_step, momentum = (1 - rate * decay, -rate * clip), (self.momentum, clip, decay)
+            if not self.momentum:
+                step.apply(_plain_kernel, elements, parts, g_step)
+            elif self.nesterov:
+                numbers = (*g_step, -rate * self.momentum, *momentum)
+                step.apply(_nesterov_kernel, elements, parts, numbers)
+            else:
+                step.apply(_heavy_ball_kernel, elements, parts, (-rate, *momentum))
 
 
 def sgd(
@@ -74,88 +71,34 @@ def sgd(
     return build(SgdOptions, "sgd", **locals())
 
 
-def _update(
-    const: SgdOptions,
-    schedule: float | Schedule,
-    grad: Array,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
+def _plain_kernel(
+    xp: Any,
+    w: Array,
+    g: Array,
+    decay_factor: float,
+    g_factor: float,
+    *scratch: Array,
+    parts: Parts | None = None,
 ) -> None:
-    rate = rate_at(schedule, int(state["step"][0]))
-    clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
-    state["step"] += 1
-    if on_device(param):
-        return _update_on_device(const, rate, clip, grad, state, param, slots)
-    decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
-    # Allocated in each call: ranks that are threads would share a scratch kept between calls.
-    xp = namespace(param)
-    scratch = xp.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
-    for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
-        g, w, t = grad[block], param[block], scratch[: block.stop - block.start]
-        parts = decaying_parts if const.weight_decay else ()
-        if const.momentum:
-            v = state["momentum"][block]
-            _update_momentum(xp, v, g, const.momentum, clip, t)
-            for part in parts:
-                x = param[part]
-                _add_scaled(xp, state["momentum"][part], x, const.weight_decay, scratch[: x.size])
-        if const.nesterov or not const.momentum:
-            for part in parts:
-                param[part] *= 1 - rate * const.weight_decay
-            _add_scaled(xp, w, g, -rate * clip, t)
-        if const.momentum:
-            _add_scaled(xp, w, v, -rate * const.momentum if const.nesterov else -rate, t)
-
-
-def _update_momentum(
-    xp: Any, v: Array, g: Array, momentum: float, clip: float, *scratch: Array
-) -> None:
-    v *= momentum
-    _add_scaled(xp, v, g, clip, *scratch)
-
-
-def _add_scaled(xp: Any, y: Array, x: Array, factor: float, *scratch: Array) -> None:
-    """Add `factor` times x to y: on the host in a scratch array, or inside a fused kernel."""
-    y += x if scratch and factor == 1 else xp.multiply(x, factor, *scratch)
-
-
-def _update_on_device(
-    const: SgdOptions,
-    rate: float,
-    clip: float,
-    grad: Array,
-    state: State,
-    param: Array,
-    slots: Sequence[TensorSlot],
-) -> None:
-    per_slot = const.exempt_vectors and const.weight_decay > 0
-    for elements, decays in kernel_slices(param.size, slots, per_slot):
-        w, g, decay = param[elements], grad[elements], const.weight_decay * decays
-        if not const.momentum:
-            fused(_plain_kernel, w)(w, g, 1 - rate * decay, -rate * clip)
-            continue
-        arrays, factors = (w, state["momentum"][elements], g), (const.momentum, clip, decay)
-        if const.nesterov:
-            step_factors = (1 - rate * decay, -rate * clip, -rate * const.momentum)
-            fused(_nesterov_kernel, w)(*arrays, *step_factors, *factors)
-        else:
-            fused(_heavy_ball_kernel, w)(*arrays, -rate, *factors)
-
-
-def _plain_kernel(xp: Any, w: Array, g: Array, decay_factor: float, g_factor: float) -> None:
-    w *= decay_factor
-    _add_scaled(xp, w, g, g_factor)
+    for (x,) in decaying(parts, w):
+        x *= decay_factor
+    _add_scaled(xp, w, g, g_factor, *scratch)
 
 
 def _heavy_ball_kernel(
-    xp: Any, w: Array, v: Array, g: Array, v_factor: float, *factors: float
+    xp: Any,
+    w: Array,
+    v: Array,
+    g: Array,
+    v_factor: float,
+    momentum: float,
+    clip: float,
+    decay: float,
+    *scratch: Array,
+    parts: Parts | None = None,
 ) -> None:
-    momentum, clip, decay = factors
-    _update_momentum(xp, v, g, momentum, clip)
-    _add_scaled(xp, v, w, decay)
-    _add_scaled(xp, w, v, v_factor)
+    _update_momentum(xp, w, v, g, momentum, clip, decay, *scratch, parts=parts)
+    _add_scaled(xp, w, v, v_factor, *scratch)
 
 
 def _nesterov_kernel(
@@ -166,10 +109,34 @@ def _nesterov_kernel(
     decay_factor: float,
     g_factor: float,
     v_factor: float,
-    *factors: float,
+    momentum: float,
+    clip: float,
+    decay: float,
+    *scratch: Array,
+    parts: Parts | None = None,
 ) -> None:
-    momentum, clip, decay = factors
-    _update_momentum(xp, v, g, momentum, clip)
-    _add_scaled(xp, v, w, decay)
-    _plain_kernel(xp, w, g, decay_factor, g_factor)
-    _add_scaled(xp, w, v, v_factor)
+    _update_momentum(xp, w, v, g, momentum, clip, decay, *scratch, parts=parts)
+    _plain_kernel(xp, w, g, decay_factor, g_factor, *scratch, parts=parts)
+    _add_scaled(xp, w, v, v_factor, *scratch)
+
+
+def _update_momentum(
+    xp: Any,
+    w: Array,
+    v: Array,
+    g: Array,
+    momentum: float,
+    clip: float,
+    decay: float,
+    *scratch: Array,
+    parts: Parts | None,
+) -> None:
+    v *= momentum
+    _add_scaled(xp, v, g, clip, *scratch)
+    for x, y in decaying(parts, v, w):
+        _add_scaled(xp, x, y, decay, *[t[: x.size] for t in scratch])
+
+
+def _add_scaled(xp: Any, y: Array, x: Array, factor: float, *scratch: Array) -> None:
+    """Add `factor` times x to y; a factor of 1 needs no product on the host."""
+    y += x if scratch and factor == 1 else xp.multiply(x, factor, *scratch)
