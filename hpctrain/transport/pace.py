@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 #: Polls last longer than a first nap: else a rank that was late once would let its peers nap, and
 #: they would be late next.
 SPIN_S = 250e-6
-#: Polls of a word in shared memory, 50 ns each, before a rank yields its core: see WORDS.
-WORD_POLLS = 20
+#: Polls of a word in shared memory, 80 ns each, before a rank yields its core, see WORDS: another
+#: process may keep the core for milliseconds.
+WORD_POLLS = 60
 
 
 @dataclass
