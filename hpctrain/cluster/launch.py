@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from hpctrain.cluster import guard, program, rank_states, relaunch, supervision
 from hpctrain.cluster.hosts import allocated_hosts, host_options
-from hpctrain.cluster.loss_policy import LossPolicy, check_policy, ulfm_options
+from hpctrain.cluster.loss_policy import LossPolicy, check_policy
 from hpctrain.cluster.slurm.job_end import (
     EXIT_STOPPED,
     ExitCodeFunction,
@@ -41,9 +41,13 @@ from hpctrain.core.progress import TERMINAL
 from hpctrain.core.run_files import last_lines, run_folder
 from hpctrain.transport.gpu_probe import probe_process
 
-#: Open MPI sends messages up to this size over TCP without a handshake: one segment of the ring
-#: all-reduce, and MPI's header.
+#: Open MPI sends messages up to this size over TCP without a handshake, which of a larger message
+#: queues behind the bulk data of others: one segment of the ring all-reduce, and MPI's header.
 EAGER_LIMIT_BYTES = (1 << 20) + 4096
+EAGER_LIMIT = {"OMPI_MCA_btl_tcp_eager_limit": str(EAGER_LIMIT_BYTES)}
+ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+#: On several nodes ULFM's agreement fails with the collectives of `han` and `cuda`.
+_ULFM_OPTIONS = ("--with-ft", "ulfm", "--mca", "coll", "^han,cuda")
 PROBE_TIMEOUT_S = 120  # imports from a shared file system with cold caches are slow
 
 
@@ -154,7 +158,7 @@ def _start_job(
     with open(note_descriptor, "rb") as note_file, _guard_job(job_id) as job_variables:
         job_variables |= _rank_variables(_proc_path(note_file.fileno()))
         inherited = launchers.without_rank_variables(os.environ)
-        environ = eager_limit_variables() | inherited | variables | job_variables
+        environ = EAGER_LIMIT | inherited | variables | job_variables
         supervisor = supervision.Supervisor(
             lambda: os.pread(note_file.fileno(), 1 << 16, 0), states
         )
@@ -191,24 +195,19 @@ def build_command(
     # one core. Without `--stdin none`, rank 0 would read from a pipe that never reaches its end.
     options = [*options, "--bind-to", "none", "--stdin", "none"]
     options += ["--oversubscribe"] * oversubscribed
-    root_variables = dict.fromkeys(
-        ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
-    )
-    return [mpi.mpiexec, *options, "-n", str(n), *argv], root_variables if as_root else {}
+    return [mpi.mpiexec, *options, "-n", str(n), *argv], {**ALLOW_ROOT} if as_root else {}
 
 
 def elastic_options(mpi: MpiInstallation) -> tuple[str, ...]:
     """Return the options of mpiexec for an elastic job; raise UsageError if `mpi` lacks ULFM."""
-    title = f"{mpi.vendor} {mpi.version} ({mpi.libmpi})"
-    return ulfm_options(title, has_ulfm=mpi.ulfm)
-
-
-def eager_limit_variables() -> dict[str, str]:
-    """Return Open MPI's variable that makes segments travel over TCP without a handshake.
-
-    The handshake of a larger message queues behind the bulk data of other messages.
-    """
-    return {"OMPI_MCA_btl_tcp_eager_limit": str(EAGER_LIMIT_BYTES)}
+    if not mpi.ulfm:
+        raise UsageError(
+            f"--elastic needs Open MPI 5 with ULFM; mpi4py loads {mpi.vendor} {mpi.version} "
+            f"({mpi.libmpi}), which ends a job that has lost a rank. Load such an Open MPI "
+            "(`ompi_info` shows `FT MPI support: yes`) or, without --elastic, use `hpctrain launch "
+            "--max-restarts 3`, which starts the job again from its newest checkpoint"
+        )
+    return _ULFM_OPTIONS
 
 
 def _check_request(n: int, outer_job: launchers.Launched) -> None:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import MIN_RANKS, SPARES
 
-#: On several nodes ULFM's agreement fails with the collectives of `han` and `cuda`.
-_ULFM_OPTIONS = ("--with-ft", "ulfm", "--mca", "coll", "^han,cuda")
-
 
 @dataclass(frozen=True)
 class LossPolicy:
@@ -53,15 +50,3 @@ def check_policy(n: int, policy: LossPolicy) -> None:
     for fault, is_present in is_present_by_fault.items():
         if is_present:
             raise UsageError(fault)
-
-
-def ulfm_options(mpi_title: str, *, has_ulfm: bool) -> tuple[str, ...]:
-    """Return the options of mpiexec for ULFM; raise UsageError if the loaded MPI lacks it."""
-    if not has_ulfm:
-        raise UsageError(
-            f"--elastic needs Open MPI 5 with ULFM; mpi4py loads {mpi_title}, which ends a job "
-            "that has lost a rank. Load such an Open MPI (`ompi_info` shows `FT MPI support: yes`) "
-            "or, without --elastic, use `hpctrain launch --max-restarts 3`, which starts the job "
-            "again from its newest checkpoint"
-        )
-    return _ULFM_OPTIONS

@@ -107,16 +107,16 @@ def devices_nearest_to_cores(
     ]
 
 
+def numa_core_lists(root: Path = ROOT) -> dict[int, str]:
+    """Return the cores of each NUMA node as the kernel writes them, such as "0-3,8"."""
+    folders = (root / NUMA_FOLDER).glob("node[0-9]*")
+    folders_by_number = {int(folder.name.removeprefix("node")): folder for folder in folders}
+    return {n: read_text(folder / "cpulist") for n, folder in sorted(folders_by_number.items())}
+
+
 def numa_cores(root: Path = ROOT) -> dict[int, frozenset[int]]:
     """Return the cores of each NUMA node."""
-    folders = {
-        int(folder.name.removeprefix("node")): folder
-        for folder in (root / NUMA_FOLDER).glob("node[0-9]*")
-    }
-    return {
-        node: frozenset(parse_core_list(read_text(folders[node] / "cpulist")))
-        for node in sorted(folders)
-    }
+    return {n: frozenset(parse_core_list(text)) for n, text in numa_core_lists(root).items()}
 
 
 def numa_distance(first: int | None, second: int | None, root: Path = ROOT) -> int:

@@ -29,11 +29,11 @@ INTERFACE = (
 SHM_PATH = "/dev/shm"
 SSH_PATH = f"{SHM_PATH}/ssh"
 
-_LAB_TEMPLATE = f"""
+_LAB_SCRIPT = f"""
 mount -t tmpfs tmpfs {SHM_PATH}
 ip link set lo up
 ip link add name {INTERFACE} type bridge
-ip addr add {{address}}/24 dev {INTERFACE}
+ip addr add {NETWORK.replace("0/24", "254/24")} dev {INTERFACE}
 ip link set {INTERFACE} up
 """
 
@@ -101,14 +101,14 @@ def shaping_command(bits_per_s: int, device: str) -> str:
 
 def build_probe_script() -> str:
     """Return a script that sets up a lab with a single host and exits; it fails where labs fail."""
-    return f"{_lab_script()}{shlex.join([*_IN_NAMESPACES, _host_script(1, 10**9)])}"
+    return f"{_LAB_SCRIPT}{shlex.join([*_IN_NAMESPACES, _host_script(1, 10**9)])}"
 
 
 def main() -> int:
     """Set up the lab, run the command and return its exit code; the kernel removes the lab."""
     lab, command = json.loads(sys.argv[1]), sys.argv[2:]
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    subprocess.run(["sh", "-ec", _lab_script()], check=True)
+    subprocess.run(["sh", "-ec", _LAB_SCRIPT], check=True)
     Path(SSH_PATH).write_text(_SSH_SCRIPT)
     Path(SSH_PATH).chmod(0o755)
     hosts = [_start_host(host, lab) for host in range(1, lab["hosts"] + 1)]
@@ -123,10 +123,6 @@ def main() -> int:
             err=True,
         )
     return exit_code if exit_code >= 0 else 128 - exit_code
-
-
-def _lab_script() -> str:
-    return _LAB_TEMPLATE.format(address=host_address(254))
 
 
 def _host_script(host: int, bits_per_s: int) -> str:

@@ -34,8 +34,9 @@ from threading import Thread
 
 from hpctrain.cluster import rank_states
 from hpctrain.cluster.launch import (
+    ALLOW_ROOT,
+    EAGER_LIMIT,
     MpiInstallation,
-    eager_limit_variables,
     elastic_options,
     find_mpi,
 )
@@ -182,9 +183,6 @@ def _mpi_defaults(mpi: MpiInstallation, ranks: int) -> dict[str, str]:
     """Return the variables that make MPI use TCP between hosts, at full speed."""
     if mpi.vendor == "MPICH":
         return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
-    root_variables = dict.fromkeys(
-        ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
-    )
     # Open MPI's collectives of component `han` are very slow on such hosts. They are switched off,
     # so that `native` is a fair rival in benchmarks.
     mpi_options = {
@@ -198,9 +196,9 @@ def _mpi_defaults(mpi: MpiInstallation, ranks: int) -> dict[str, str]:
         # wait 4 ms, until the kernel preempts a spinning rank.
         mpi_options["mpi_yield_when_idle"] = "1"
     return (
-        root_variables
+        ALLOW_ROOT
         | {f"OMPI_MCA_{name}": value for name, value in mpi_options.items()}
-        | eager_limit_variables()
+        | EAGER_LIMIT
     )
 
 

@@ -44,7 +44,7 @@ def find_topology(cards: NodeGpus, nics: Sequence[Nic], root: Path = pci.ROOT) -
         )
         for a, pci_a in devices
     )
-    return Topology(_read_numa_nodes(root), tuple(name for name, _ in devices), rows)
+    return Topology(pci.numa_core_lists(root), tuple(name for name, _ in devices), rows)
 
 
 def format_topology(
@@ -93,12 +93,6 @@ def _format_matrix(topology: Topology) -> list[str]:
         for name, row in zip(topology.headings, topology.matrix, strict=True)
     ]
     return [f"  {line.rstrip()}" for line in (header_line, *rows, _LEGEND)]
-
-
-def _read_numa_nodes(root: Path) -> dict[int, str]:
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    folders_by_number = {int(folder.name.removeprefix("node")): folder for folder in folders}
-    return {n: pci.read_text(folder / "cpulist") for n, folder in sorted(folders_by_number.items())}
 
 
 def check_adapters(nics: Sequence[Nic]) -> list[Check]:
