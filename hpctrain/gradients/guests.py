@@ -1,4 +1,4 @@
-"""What models and losses of other frameworks have in common."""
+"""The parts that models and losses of other frameworks have in common."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def total_bytes(tensors: Tensors) -> int:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return what must be equal on all ranks of a tensor."""
+    """Return the dtype, length and kind of device of a tensor, which ranks compare."""
     return f"{tensor.dtype} {tensor.numel()} on {tensor.device.type}"
 
 

@@ -66,7 +66,7 @@ def broadcast_buffers(group: Group, buffers: Sequence[torch.Tensor]) -> None:
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[str, str]:
-    """Return what the tensors of one message, or plane, have in common."""
+    """Return the dtype and device of a tensor: each message, or plane, has one of them."""
     return str(tensor.dtype), str(tensor.device)
 
 
