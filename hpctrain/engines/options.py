@@ -1,4 +1,4 @@
-"""The members of every regime's options, beside `build`, which returns a rank's engine."""
+"""The interface of the options of all regimes, beside `build`, which returns an engine."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Update:
         """Complete the update of the last step."""
 
     def own_length(self, length: int) -> int:
-        """Return how many elements of planes of `length` elements this rank updates."""
+        """Return the number of elements that this rank updates, of planes of `length`."""
         return length
 
 
