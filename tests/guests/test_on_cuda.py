@@ -38,7 +38,6 @@ from hpctrain.torch.progress import Progress
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.tensors import caller_stream
 from hpctrain.torch.work import RunningWork
-from hpctrain.transport.mpi.calls import MpiCalls
 from hpctrain.transport.shared_memory import cuda_ipc
 from hpctrain.transport.threads import ranks
 from hpctrain.world import over_threads
@@ -359,9 +358,7 @@ def test_the_communication_thread_has_the_gpu_of_its_rank():
         seen = []
         inbox = SimpleNamespace(get=lambda: seen.append(cupy.cuda.runtime.getDevice()))
         gpu = SimpleNamespace(ordinal=1)
-        link = Mock()
-        link.endpoint.view.return_value.endpoint.waits = Mock(spec=MpiCalls)
-        progress = SimpleNamespace(_gpu=gpu, _record=Mock(), _link=link, _inbox=inbox)
+        progress = SimpleNamespace(_gpu=gpu, _record=Mock(), _link=Mock(), _inbox=inbox)
         thread = Thread(target=Progress._run_thread, args=[progress])
         thread.start()
         thread.join()

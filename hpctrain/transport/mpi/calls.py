@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import mpi4py
 
@@ -187,9 +188,7 @@ class MpiSurvivors:
 
 def calls_of(link: Link) -> MpiCalls:
     """Return the calls of a link over MPI."""
-    calls = link.endpoint.waits
-    assert isinstance(calls, MpiCalls)
-    return calls
+    return cast(MpiCalls, link.endpoint.waits)
 
 
 def _name(peer: int) -> str:
