@@ -1,4 +1,4 @@
-"""Claims: a start of a training sends 4 times fewer bytes per rank than with all-gathers, P >= 64.
+"""Claims: a start of a training sends 8 times fewer bytes per rank than with all-gathers, P >= 64.
 
     python benchmarks/messages_of_a_start.py [--ranks 2,8,64,512] [--before]
 
@@ -165,7 +165,7 @@ def claims_of(rows: list[Row], rows_before: list[Row]) -> dict[str, bool]:
         earlier = before.get((row["phase"], row["ranks"]))
         if earlier is None or row["phase"] not in ("start", "step"):
             continue
-        least = 4 if row["phase"] == "start" and row["ranks"] >= 64 else 1
+        least = 8 if row["phase"] == "start" and row["ranks"] >= 64 else 1
         claims[
             f"a {row['phase']} on {row['ranks']} ranks: {row['messages']:.1f} messages and "
             f"{row['bytes']:.0f} bytes per rank; before {earlier['messages']:.1f} and "
