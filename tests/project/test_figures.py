@@ -179,7 +179,7 @@ README: Statements = [
      [ratio(GLOO, "backend", "hpctrain", "gloo", operation="DDP MLP, batch 32")]),
     ("a call with 4 bytes costs {:.1f} times one of mpi4py, and {:.1f} times with the check of "
      "arguments",
-     [ratio(FEW, "call", call, "native-plain") for call in ("plain", "checked")]),
+     [ratio(FEW, "call", call, "native-plain", bytes=4) for call in ("plain", "checked")]),
 ]  # fmt: skip
 MEASUREMENTS: Statements = [
     *map(ring_line, (1, 4, 16, 64, 128)),
@@ -203,7 +203,7 @@ MEASUREMENTS: Statements = [
      [min(times("private-2-ranks", "auto-bound", mpi, "own native", 4, 128 * MIB))
       for mpi in MPIS.values()]),
     ("(`benchmarks/few_bytes.py`) | {:.1f} times a call of mpi4py, {:.1f} times with",
-     [ratio(FEW, "call", call, "native-plain") for call in ("plain", "checked")]),
+     [ratio(FEW, "call", call, "native-plain", bytes=4) for call in ("plain", "checked")]),
     ("cold caches, 16 to 128 KiB, Open MPI | {:.1f} to {:.1f} times the time of hot caches",
      ends([ratio(CHECKED, "caches", "cold", "hot", bytes=size * KIB, call="checked")
            for size in (16, 128)])),
