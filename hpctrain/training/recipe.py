@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli_w
 
@@ -33,6 +33,7 @@ from hpctrain.training.run_options import (
     ElasticOptions,
     LossOptions,
     RunOptions,
+    Sizes,
     TraceOptions,
 )
 from hpctrain.tuning.select import find_allreduce
@@ -47,14 +48,6 @@ OPTIONS: dict[str, Any] = {
     "faults": FaultsOptions,
     "trace": TraceOptions,
 }
-
-
-class Sizes(NamedTuple):
-    """The sizes of a training that follow from the number of its ranks."""
-
-    batch: int  #: samples of a step over all ranks
-    rate: float  #: the optimizer's rate, scaled to the batch
-    updates_per_step: float  #: of the optimizer
 
 
 @dataclass(frozen=True)

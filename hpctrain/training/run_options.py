@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -138,6 +138,14 @@ class BatchOptions:
         Source: the linear scaling rule of Goyal et al. (2017, section 2.1).
         """
         return self.size(ranks) / self.base_batch if self.base_batch else 1.0
+
+
+class Sizes(NamedTuple):
+    """The sizes of a training that follow from the number of its ranks."""
+
+    batch: int  #: samples of a step over all ranks
+    rate: float  #: the optimizer's rate, scaled to the batch
+    updates_per_step: float  #: of the optimizer
 
 
 @config.options
