@@ -32,25 +32,12 @@ PRESCRIBED_FUNCTIONS = {
 }
 #: public members of larger classes
 MEMBERS: dict[str, int] = {
-    "engines/engine.py Engine": 23,
     "engines/parameter_server/coordinator.py ServerMethod": 17,
-    "engines/parameter_server/worker.py Worker": 16,
-    "torch/modules/model.py TorchModel": 16,
     "world/job.py Job": 19,
-    "world/world.py World": 49,
+    "world/world.py World": 42,
 }
 #: positional parameters, of functions with more
 POSITIONAL: dict[str, int] = {
-    "engines/local_sgd/outer_step.py DelayedAverage.__init__": 6,
-    "engines/parameter_server/engine.py ParameterServerEngine.__init__": 6,
-    "engines/saved_state.py plane_pieces": 6,
-    "engines/saved_state.py request_plane": 7,
-    "engines/synchronous/update.py ShardedUpdate.__init__": 6,
-    "torch/data_movement.py DataMovement._move_tensors": 7,
-    "torch/modules/losses.py compute_sums": 7,
-    "torch/modules/optimizers/bound.py BoundOptimizer.__init__": 6,
-    "torch/operations.py Operations.start": 6,
-    "torch/progress.py Progress.__init__": 6,
     "training/trainer.py Trainer.__init__": 11,
     "transport/device/staging.py Staging._copied": 6,
     "transport/mpi/tagged.py TaggedRequest.__init__": 7,
@@ -58,19 +45,15 @@ POSITIONAL: dict[str, int] = {
 }
 #: parameters, of functions with more
 PARAMETERS: dict[str, int] = {
-    "engines/parameter_server/shard.py Shard.__init__": 9,
     "training/trainer.py Trainer.__init__": 11,
     "training/trainer.py Trainer.fit": 14,
 }
 #: questions for a class of the package, an attribute or a default, by file
 QUESTIONS: dict[str, int] = {
-    "engines/__init__.py": 4,
-    "engines/gossip/ad_psgd.py": 2,
-    "engines/synchronous/allreduce.py": 4,
     "torch/modules/acceptance.py": 2,
     "torch/modules/buffers.py": 1,
     "torch/modules/direct_gradients.py": 1,
-    "torch/modules/draws.py": 2,
+    "torch/modules/draws.py": 1,
     "torch/modules/loss_modules.py": 2,
     "torch/modules/losses.py": 6,
     "torch/modules/model.py": 3,
@@ -85,12 +68,11 @@ QUESTIONS: dict[str, int] = {
     "training/callbacks.py": 8,
     "training/centered_loss.py": 1,
     "training/checkpointer.py": 1,
-    "training/dry_run.py": 2,
+    "training/dry_run.py": 1,
     "training/journal.py": 1,
     "training/loading.py": 5,
     "training/loop.py": 1,
     "training/orders.py": 1,
-    "training/recipe.py": 1,
     "training/runs.py": 3,
     "training/split_model.py": 3,
     "training/stragglers.py": 1,
@@ -209,17 +191,14 @@ def test_interfaces_are_small(limit):
     counts = numbers(kind, count)
     assert len(counts) > 100
     assert {name for name in prescribed if name not in counts} == set()
-    assert {
-        name: n
-        for name, n in counts.items()
-        if n > exceptions.get(name, most) and name not in prescribed
-    } == {}
+    large = {name: n for name, n in counts.items() if n > most and name not in prescribed}
+    assert large == exceptions  # a number that fell is lowered there, too
 
 
 def test_modes_are_not_chosen_by_questions():
     """What differs is assembled where it is made: its methods are called without a question."""
     counts = {file: len([*questions(tree)]) for file, tree in trees().items()}
-    assert {file: n for file, n in counts.items() if n > QUESTIONS.get(file, 0)} == {}
+    assert {file: n for file, n in counts.items() if n} == QUESTIONS
 
 
 PLANTED = """
