@@ -1,6 +1,6 @@
 """Claims: a start of a training sends 8 times fewer bytes per rank than with all-gathers, P >= 64.
 
-    python benchmarks/messages_of_a_start.py [--ranks 2,8,64,512] [--before]
+    python benchmarks/messages_of_a_start.py [--ranks 2,8,64,512]
 
 Messages and bytes that each rank sends, counted on all its links. Ranks are threads of one process,
 8 to a node, and train a perceptron of 650 parameters on digits with the engine allreduce, P samples
@@ -14,8 +14,8 @@ per step, without a folder:
 Between threads a split of a link sends no message, and a rank knows all hosts: over MPI both add to
 the start. Rows of calls are closed forms, not counted here: of the docstrings in
 hpctrain/world/agreement.py, which tests/world/test_agreement.py counts, and of the all-gather of
-short texts that stood for each of these calls before. `--before`: count a commit with all-gathers,
-for the comparison.
+short texts that stood for each of these calls before. messages-of-a-start-before.json has counts of
+commit e270110a, the last one with all-gathers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import json
 import logging
 import math
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +34,8 @@ from lib.results import read_text, write_text
 
 from hpctrain import data, nn, optim
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.device.transfers import QueuedLink
 from hpctrain.transport.machine import facts
+from hpctrain.transport.threads.hub import Hub
 from hpctrain.transport.threads.link import LocalLink
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
@@ -53,17 +52,14 @@ Row = dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="2,8,64,512")
-    parser.add_argument("--before", action="store_true")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     sizes = [int(size) for size in arguments.ranks.split(",")]
     rows = [row for size in sizes for row in rows_of_phases(size, count_phases(size))]
-    claims = {}
-    if not arguments.before:
-        claims = claims_of(rows, json.loads(read_text(BEFORE))["rows"])
-        rows += [row for size in [*sizes, LARGEST_RANKS] for row in rows_of_calls(size)]
+    claims = claims_of(rows, json.loads(read_text(BEFORE))["rows"])
+    rows += [row for size in [*sizes, LARGEST_RANKS] for row in rows_of_calls(size)]
     document = {"machine": facts(["this"], "threads"), "claims": claims, "rows": rows}
-    write_text(BEFORE if arguments.before else RESULT, json.dumps(document, indent=1) + "\n")
+    write_text(RESULT, json.dumps(document, indent=1) + "\n")
     for row in rows:
         print("  ".join(f"{key}={short_text(value)}" for key, value in row.items()))
     for claim, is_held in claims.items():
@@ -74,24 +70,21 @@ def main() -> int:
 def count_phases(size: int) -> np.ndarray:
     """Return the messages and bytes of each rank in each phase, (ranks, phases, 2)."""
     hosts = tuple(f"node-{rank // RANKS_PER_NODE}" for rank in range(size))
-    train, counts, lock = (
-        data.DigitsOptions().load(0).train,
-        np.zeros((size, 2), np.int64),
-        threading.Lock(),
-    )
-    count_on_link = QueuedLink.count_message
+    train = data.DigitsOptions().load(0).train
+    links: dict[int, list[LocalLink]] = {rank: [] for rank in range(size)}
+    make = LocalLink.__init__
 
-    def count_message(link: Any, nbytes: int) -> None:
-        with lock:  # several threads of a rank may send
-            counts[link.hub.members[link.rank]] += (1, nbytes)
-        count_on_link(link, nbytes)
+    def make_noted(link: LocalLink, hub: Hub, rank: int) -> None:
+        make(link, hub, rank)
+        links[hub.members[rank]].append(link)
 
     def act(link: LocalLink) -> np.ndarray:
         sums: list[np.ndarray] = []
 
         def end_phase() -> None:
             link.barrier()
-            sums.append(counts[link.rank].copy())
+            traffics = [own.endpoint.traffic for own in links[link.rank]]
+            sums.append(np.sum([(x.messages_sent, x.bytes_sent) for x in traffics], axis=0))
             link.barrier()
 
         end_phase()
@@ -106,11 +99,11 @@ def count_phases(size: int) -> np.ndarray:
         world_sums, trainer_sums, first_fit, one_step, two_steps = np.diff(sums, axis=0)
         return np.stack([world_sums, trainer_sums, first_fit, two_steps - one_step])
 
-    QueuedLink.count_message = count_message  # type: ignore[method-assign]
+    LocalLink.__init__ = make_noted  # type: ignore[method-assign]
     try:
         return np.stack(run_ranks(size, act, timeout_s=600))
     finally:
-        QueuedLink.count_message = count_on_link  # type: ignore[method-assign]
+        LocalLink.__init__ = make  # type: ignore[method-assign]
 
 
 def rows_of_phases(size: int, counts: np.ndarray) -> list[Row]:

@@ -12,6 +12,7 @@ import numpy as np
 from hpctrain.transport.link import Link
 
 LENGTH, SHORT = 8, 120  #: bytes of a length, and of a payload that travels beside it
+_ERRORS = "surrogatepass"  # names of files that are not UTF-8 have surrogates
 
 
 def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
@@ -57,7 +58,7 @@ def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
 
 
 def reduce_to_maximum(link: Link, numbers: np.ndarray) -> None:
-    """Replace each of `numbers` (n,) by its largest value on any rank; ceil(log2 P) steps.
+    """Replace each of contiguous `numbers` by its largest value on any rank; ceil(log2 P) steps.
 
     After step k a rank holds the maximum over itself and the 2^k - 1 ranks before. If P is no power
     of two some values count twice, which does not change a maximum. Source: Hensgen, Finkel and
@@ -88,7 +89,7 @@ def is_equal(link: Link, text: str) -> bool:
 
     Each rank sends ceil(log2 P) messages of 32 bytes.
     """
-    digest = blake2b(text.encode(), digest_size=16).digest()
+    digest = blake2b(text.encode(errors=_ERRORS), digest_size=16).digest()
     return bool(equal_rows(link, np.frombuffer(digest, np.uint64).reshape(1, 2))[0])
 
 
@@ -106,4 +107,5 @@ def gather_distinct(link: Link, text: str) -> list[str]:
     """
     if is_equal(link, text):
         return [text]
-    return list(dict.fromkeys(row.decode() for row in all_gather_bytes(link, text.encode())))
+    payloads = all_gather_bytes(link, text.encode(errors=_ERRORS))
+    return list(dict.fromkeys(payload.decode(errors=_ERRORS) for payload in payloads))

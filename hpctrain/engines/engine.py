@@ -138,8 +138,12 @@ class AgreedCommit(Commit):
 
     def begin(self) -> None:
         """Raise the LostRankError of a rank lost after the last commit."""
-        if self._lost_rank is not None:
-            raise self._lost_rank
+        error, self._lost_rank = self._lost_rank, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its frames would hold it, and so this engine
 
     def agree(self, step: int, failed: bool) -> None:
         """Agree on the sums of step `step`; unless it has `failed`, the step is committed."""
@@ -208,8 +212,7 @@ class Engine(Regime, Protocol):
     def memory(self, plane_bytes: int) -> Memory:
         """Return the bytes of this rank's optimizer state, if it is one of the planes.
 
-        They are predicted for planes of `plane_bytes`. Servers and workers that train apart, whose
-        states are not those of the arena's planes, count none.
+        They are predicted for planes of `plane_bytes`. Engines that no mesh builds count none.
         """
         return {}
 

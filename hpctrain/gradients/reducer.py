@@ -163,7 +163,6 @@ class Reducer:
         self.bucket_number = self._progress.bucket_number
         self._send_queue: SimpleQueue[int | None] = SimpleQueue()
         self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        self._unreduced = iter(self.sums)  # of this step, where no thread reduces them
         self._thread: threading.Thread | None = None
         if concurrent:
             numbers = send_order(self._send_queue, group, len(buckets))
@@ -189,7 +188,6 @@ class Reducer:
         self._progress.finish_step()
         for bucket_sum in self.sums:
             bucket_sum.is_complete = False
-        self._unreduced = iter(self.sums)
 
     def wait(self) -> np.ndarray:
         """Wait for all sums; return the plane that holds them, or raise an error of the thread."""
@@ -221,7 +219,7 @@ class Reducer:
     def _receive_next(self) -> None:
         """Wait for the next bucket; raise its error if it failed."""
         if self._thread is None:
-            bucket_sum = next(self._unreduced)
+            bucket_sum = next(x for x in self.sums if not x.is_complete)
             self.wire_s += bucket_sum.reduce(self._trace)
         else:
             number, error = self._next_result(self._thread)
@@ -254,11 +252,11 @@ class Reducer:
         if self._thread is not None:
             self._send_queue.put(None)
             self._thread.join(JOIN_TIMEOUT_S)
+            for bucket_sum in self.sums:  # nobody may have waited; their memory is given back
+                wait_for(bucket_sum.sum_event)
 
     def _reduce_queued(self, number: int) -> None:
-        wait_for(self.sums[number].written_event)
         self.wire_s += self.sums[number].reduce(self._trace)
-        self.sums[number].sum_event = event(self._grad)
         self._result_queue.put((number, None))
 
 

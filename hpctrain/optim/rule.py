@@ -3,9 +3,9 @@
     host      block by block, so that w, m, v, g and the scratch stay in the second-level cache
     device    one kernel by cupy.fuse for all elements, or for each slot
 
-A rule is a function `rule(xp, *arrays, *numbers, *scratch)` that writes some of the arrays in
-place. On the host it computes in one scratch array of their length, without temporaries; a fused
-kernel takes no scratch, and does not know its numbers.
+A rule is a function `rule(xp, *arrays, *numbers, *scratch, parts=...)` that writes some of the
+arrays in place. On the host it computes in one scratch array of their length, without temporaries,
+and `parts` are the slices that decay; a fused kernel takes neither, and does not know its numbers.
 """
 
 from __future__ import annotations

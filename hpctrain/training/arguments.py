@@ -12,9 +12,11 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.trees import map_arrays
 from hpctrain.data import Dataset, Samples, known_targets
+from hpctrain.engines.options import EngineOptions
 from hpctrain.gradients.replica import TrainableModel
 from hpctrain.optim import Optimizer
 
+ENGINE_MEMBERS = [name for name in vars(EngineOptions) if not name.startswith("_")]
 DEFAULT_RATES = {"sgd": 0.01, "adamw": 0.001}  #: defaults of Keras, for optimizers given by name
 
 
@@ -52,6 +54,11 @@ def as_engine(engine: Any) -> Any:
     if isinstance(engine, str):
         return config.pick(engines.ENGINES, engine, "engine")()
     if callable(getattr(engine, "build", None)) and not isinstance(engine, type):
+        if missing := [x for x in ENGINE_MEMBERS if not hasattr(engine, x)]:
+            raise UsageError(
+                f"engine: {_described(engine)} has no {', '.join(missing)}: derive it from "
+                "hpctrain.engines.options.EngineOptions"
+            )
         return engine
     raise UsageError(
         f"engine: expected a name ({', '.join(engines.ENGINES)}) or options such as "

@@ -53,6 +53,7 @@ class Journal:
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
         self._loss = engine.replica.loss
         self._test_metrics = losses.evaluate(self._loss, {}, "test_")
+        self._suspicious: Sequence[str] = ()  # sentences about the results
         self.open_row = OpenRow()  #: not due yet
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
 
@@ -189,7 +190,8 @@ class Journal:
         if a run that is done cannot be written.
         """
         self._recoveries.end_loss()
-        summary = self._make_summary(status, exit_code, reason, suspicious)
+        self._suspicious = suspicious or self._suspicious  # also where the first end has failed
+        summary = self._make_summary(status, exit_code, reason)
         if (
             self._done_summary
             and status == "done"
@@ -219,9 +221,7 @@ class Journal:
         self.close_bar()
         self._timeline.end_alone()
 
-    def _make_summary(
-        self, status: str, exit_code: int, reason: str | None, suspicious: Sequence[str]
-    ) -> dict[str, Any]:
+    def _make_summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self._world, self._engine, self.open_row.since_step
         _, rank_facts = self._sum_over_ranks()
         wall_s = float(rank_facts["wall_s"][world.rank])
@@ -251,7 +251,7 @@ class Journal:
             "straggler_scores": self._stragglers.scores(rank_facts),
             "params_sha256": run_facts.trained_sha256(world, engine),
             "seed": self._sampler.seed,
-            "suspicious": [*suspicious],
+            "suspicious": [*self._suspicious],
         }
 
     def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:

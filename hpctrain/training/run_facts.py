@@ -79,8 +79,7 @@ def trained_sha256(world: World, engine: Engine) -> str:
     arena, sha256_by_name, own_json = engine.replica.arena, dict[str, str](), ""
     if engine.worker == 0:
         own_json = json.dumps(slot_hashes(arena) if arena.share else params_sha256(arena))
-    limit = world.size if arena.share else 1
-    for text in broadcast_first(world.link, own_json.encode() or None, limit).values():
+    for text in broadcast_first(world.link, own_json.encode() or None, world.size).values():
         hashes = json.loads(text)
         if isinstance(hashes, str):  # of the whole model
             return hashes

@@ -55,9 +55,11 @@ class AgreeingRanks:
         if is_equal(self.link, fault):
             raise kind(fault)
         faults = broadcast_first(self.link, fault.encode() or None, MAX_NAMED_RANKS)
-        raise kind(
-            "\n".join(f"rank {r} on {self.hosts[r]}: {text.decode()}" for r, text in faults.items())
-        )
+        lines = [f"rank {r} on {self.hosts[r]}: {text.decode()}" for r, text in faults.items()]
+        is_left_out = bool(fault) and self.link.rank not in faults
+        if len(faults) == MAX_NAMED_RANKS and is_any(self.link, is_left_out):
+            lines.append("and other ranks")
+        raise kind("\n".join(lines))
 
     def from_first(self, function: Callable[[], T]) -> T:
         """Return rank 0's `function()`, JSON data; if it raises an HpctrainError, all ranks raise.

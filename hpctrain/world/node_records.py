@@ -108,8 +108,8 @@ def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
         return path
 
     try:
-        own_path = world.on_all_ranks(create).encode()
-        paths = [path.decode() for path in all_gather_bytes(world.across, own_path)]
+        own_path = os.fsencode(world.on_all_ranks(create))
+        paths = [os.fsdecode(path) for path in all_gather_bytes(world.across, own_path)]
         # The first rank of a node has the paths of all nodes.
         paths = json.loads(broadcast_bytes(world.node, json.dumps(paths).encode()))
     except LostRankError:

@@ -145,15 +145,15 @@ AGAIN = (
     START
     + f"""
 from hpctrain.horovod.torch.job import state
-from hpctrain.transport.mpi.link import MpiLink
-make, free, links, counts = MpiLink.__init__, MpiLink.free, [], []
-def make_counted(link, *args, **options):
-    links.append(link)
-    make(link, *args, **options)
-def free_counted(link):
-    links[:] = [other for other in links if other is not link]
-    free(link)
-MpiLink.__init__, MpiLink.free = make_counted, free_counted
+from hpctrain.transport.mpi import link as module
+make, free, links, counts = module.MpiLink.__init__, module._free, [], []
+def make_counted(*args, **options):
+    links.append(0)
+    make(*args, **options)
+def free_counted(comm):
+    links.pop()
+    free(comm)
+module.MpiLink.__init__, module._free = make_counted, free_counted
 for i in range(5):
     own = hvd.add_process_set([0, 1])
     assert float(hvd.allreduce({TENSOR}, op=hvd.Sum)) == hvd.size()

@@ -64,7 +64,7 @@ QUESTIONS: dict[str, int] = {
     "torch/modules/row_reader.py": 2,
     "torch/modules/samplers.py": 4,
     "torch/operations.py": 1,
-    "training/arguments.py": 5,
+    "training/arguments.py": 6,
     "training/callbacks.py": 8,
     "training/centered_loss.py": 1,
     "training/checkpointer.py": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +109,9 @@ WRONG_TRAINERS = {
         "unknown engine 'all-reduce'; did you mean"),
     "a class for an engine": ({"engine": ht.engines.PsSync},
         "the class PsSync; call it"),
+    "own options without the methods of engines": (
+        {"engine": SimpleNamespace(build=ht.engines.Single().build, algorithm="auto")},
+        "engine: SimpleNamespace has no workers, must_fit, tree, updates_per_step: derive it"),
     "no samples": ({"samples": X},
         r"fit: expected a pair of arrays \(x, y\).* seen ndarray"),
     "labels that are no integers": ({"samples": (X, X[:, 0])},

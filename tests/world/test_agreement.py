@@ -7,6 +7,7 @@ import math
 import pytest
 from ranks import on_ranks
 
+from hpctrain.collectives.small_messages import gather_distinct
 from hpctrain.core.errors import HpctrainError, LostRankError, SaveError, UsageError
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.threads.ranks import run_ranks
@@ -23,11 +24,10 @@ def agreeing(link) -> AgreeingRanks:
 
 def sent_by(link, call):
     """Return the messages and bytes that `call()` sends on `link`."""
-    before = link.endpoint.traffic.messages_sent, link.endpoint.traffic.bytes_sent
+    traffic = link.endpoint.traffic
+    messages, nbytes = traffic.messages_sent, traffic.bytes_sent
     call()
-    return link.endpoint.traffic.messages_sent - before[
-        0
-    ], link.endpoint.traffic.bytes_sent - before[1]
+    return traffic.messages_sent - messages, traffic.bytes_sent - nbytes
 
 
 def steps(size):
@@ -105,7 +105,8 @@ def differ_on_last(ranks, count):
 FAULTS = {
     "on_all_ranks": (
         fail_on_first, 8 + 32, 0,
-        lambda i, n: "\n".join(f"rank {r} on host{r}: text {r}" for r in range(n)),
+        lambda i, n: "\n".join(f"rank {r} on host{r}: text {r}" for r in range(n))
+        + "\nand other ranks" * (n == 8),
     ),
     "must_agree": (
         differ_on_last, 32, 1,
@@ -129,7 +130,8 @@ def test_only_the_texts_of_eight_ranks_travel(name, size, count):
 
         return sent_by(link, act)[1]
 
-    votes = named + (named < 8)  # one for each text, and one by which no rank asks for more
+    # One for each text, and one whether ranks have more; must_agree does not ask after eight.
+    votes = named + (named < 8 or name == "on_all_ranks")
     assert sum(run_ranks(size, body)) == (
         (exchanged_bytes + 8 * votes) * steps(size) * size
         + HEAD * (size - 1) * (texts_before + named)
@@ -151,6 +153,12 @@ def test_a_fault_of_the_first_rank_is_raised_on_all(ranks):
         assert world.from_first(lambda: [world.rank, None, "a"]) == [0, None, "a"]
 
     ranks(body)
+
+
+def test_names_that_are_not_utf_8_are_told():
+    names = ["a", "\udcff", "a"]  # as os.listdir returns them
+    found = run_ranks(3, lambda link: gather_distinct(link, names[link.rank]))
+    assert found == [names[:2]] * 3
 
 
 # Of three ranks, rank 1 is killed in its n-th call of the link

@@ -169,7 +169,8 @@ class UpdateOnNeed(ReplicatedUpdate):
     def release(self) -> None:
         """Wait for the sums of a step that has failed, of which none is applied."""
         if not self._unapplied_buckets:
-            self._reducer.wait()
+            with self._times.wait(self._trace, "wait for gradients"):
+                self._reducer.wait()
 
     def on_need(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""

@@ -52,9 +52,9 @@ def begin(world: World, settings: Settings, *, frees: bool) -> None:
     `frees`: whether all ranks can give back the links of the last job.
     """
     global _state
-    for engine in _closed if frees else ():
+    closed, _closed[:] = [*_closed], []
+    for engine in closed if frees else ():
         engine.free()
-    _closed.clear()
     _state = State(world, settings)
     add_engine(0, range(world.size))
 

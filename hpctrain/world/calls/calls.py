@@ -71,6 +71,7 @@ def allreduce(
             and x.flags.carray  # contiguous, aligned, and writable, which may have changed
             and x.shape == shape
         ):
+            del x  # the watch looks at this frame, and must not hold the array
             bound_call()  # named as the watch expects
             return
     _allreduce(x, op, algorithm, world, check)

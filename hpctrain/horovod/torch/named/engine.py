@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,14 +30,7 @@ from hpctrain.core.printing import say
 from hpctrain.horovod.torch.named.entries import Entry, HorovodInternalError
 from hpctrain.horovod.torch.named.execution import Execution
 from hpctrain.horovod.torch.named.messages import Messages
-from hpctrain.horovod.torch.named.requests import (
-    JOIN,
-    LEAVE,
-    SHUTDOWN,
-    UNNAMED,
-    Request,
-    is_unnamed,
-)  # fmt: skip
+from hpctrain.horovod.torch.named.requests import JOIN, LEAVE, UNNAMED, Request, is_unnamed
 from hpctrain.horovod.torch.named.settings import Settings
 from hpctrain.torch.communicator import make_world, nap_while_waiting
 from hpctrain.torch.progress import make_quiet_runner
@@ -155,23 +149,26 @@ class Engine:
         """End the thread; operations under way that other ranks do not soon submit fail.
 
         With `tells` the other ranks learn of it, whose operations fail from then on, too. This rank
-        waits for an answer only where it has operations under way.
+        waits until its own are over, for no answer.
         """
-        was_idle, tells = not self._entries, tells and not self.failure
+        tells = tells and not self.failure
         if tells:
-            self.submit(Entry(LEAVE), is_async=False)
+            with suppress(HorovodInternalError):  # of another rank that leaves at this moment
+                self.submit(Entry(LEAVE), is_async=False)
+
+        def is_idle() -> bool:
+            return {*self._entries} <= {LEAVE.name}
 
         def is_over() -> bool:
-            return self._advance() or (was_idle and not self._unsent and not self._is_sending())
+            return self._advance() or (is_idle() and not self._unsent and not self._is_sending())
 
         try:
             Pace(SPIN_S, GRACE_S).until(is_over)
         except TimeoutError:
             if tells:  # it leaves without what it has submitted
                 self._unsent.append(Entry(LEAVE))
-                self._try_progress()
-        is_answered = was_idle or not self._entries
-        self.is_intact = is_answered and (self.failure or _SHUT_DOWN).startswith(_SHUT_DOWN)
+                self._try_progress(GRACE_S)
+        self.is_intact = is_idle() and (self.failure or _SHUT_DOWN).startswith(_SHUT_DOWN)
         self._is_closed = True
         self._break(_SHUT_DOWN)
         self._wake.set()
@@ -190,9 +187,9 @@ class Engine:
             self._try_progress()
         return self._is_finished(entry)
 
-    def _try_progress(self) -> None:
-        """Make progress unless another thread does."""
-        if self._lock.acquire(blocking=False):
+    def _try_progress(self, limit_s: float = 0.0) -> None:
+        """Make progress unless another thread does, and goes on to for `limit_s`."""
+        if self._lock.acquire(timeout=limit_s):
             try:
                 self._progress()
             finally:
@@ -225,7 +222,7 @@ class Engine:
                 for decision in decisions:
                     self._count_unnamed(decision.request)
                     self._execution.add(decision, self._entries)
-                    if decision.request.kind == SHUTDOWN:
+                    if decision.request.kind == LEAVE.kind:
                         rank = self.ranks[decision.last_joined]
                         self._break(f"{_SHUT_DOWN}: rank {rank} has ended or called hvd.shutdown()")
                         return

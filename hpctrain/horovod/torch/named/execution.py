@@ -131,7 +131,7 @@ class Execution:
             ):
                 function(batch)
                 for entry in entries:
-                    for_each(copy_back, entry.outputs, entry.targets)
+                    for_each(copy_back, entry.outputs, entry.targets or entry.outputs)
         except UsageError as error:
             for entry in entries:
                 entry.fail(f"{entry.request}: {error}", error)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from hpctrain.core.errors import TransportError
+from hpctrain.core.names import counted
 from hpctrain.horovod.torch.named.coordinator import Coordinator
 from hpctrain.horovod.torch.named.requests import Codec, Decision, Request
 from hpctrain.transport.link import Link
@@ -23,6 +25,7 @@ class Messages:
     def __init__(self, link: Link, ranks: Sequence[int]):
         """Take over `link` of the global `ranks`."""
         self.mailbox, self._codec = Mailbox(link), Codec()
+        self._ended: set[int] = set()  # ranks whose last message has arrived
         self.coordinator = Coordinator(ranks) if link.rank == COORDINATOR else None
 
     def exchange(self, requests: Iterable[Request]) -> Iterator[list[Decision]]:
@@ -33,14 +36,14 @@ class Messages:
             return
         if submitted:
             self.mailbox.send(self._codec.encode(submitted), COORDINATOR)
-        for _, message in self.mailbox.receive():
+        for _, message in self._receive():
             yield self._number(list(self._codec.decode(message)))
 
     def _decide(self, coordinator: Coordinator, submitted: Iterable[Decision]) -> list[Decision]:
         """Return the decisions on the requests of all ranks, after they were sent."""
         for own in submitted:
             coordinator.submit(COORDINATOR, own.request)
-        for rank, message in self.mailbox.receive():
+        for rank, message in self._receive():
             for other in self._codec.decode(message):
                 coordinator.submit(rank, other.request)
         decisions = coordinator.take_decisions()
@@ -50,6 +53,14 @@ class Messages:
                 self.mailbox.send(message, rank)
         return decisions
 
+    def _receive(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the messages that have arrived, but last ones, which may come before `free`."""
+        for rank, message in self.mailbox.receive():
+            if message == _LAST:
+                self._ended.add(rank)
+            else:
+                yield rank, message
+
     def _number(self, decisions: list[Decision]) -> list[Decision]:
         for decision in decisions:
             self._codec.add(decision)
@@ -58,16 +69,22 @@ class Messages:
     def free(self, limit_s: float) -> None:
         """Give back the link, once no message is on its way; all ranks must call.
 
-        Raises TimeoutError if a rank has not called after `limit_s`.
+        Raises TransportError if a rank has not called after `limit_s`.
         """
         peers = {COORDINATOR} if self.coordinator is None else {*range(1, self.mailbox.size)}
         for peer in peers:
             self.mailbox.send(_LAST, peer)
 
         def is_empty() -> bool:
-            received = self.mailbox.receive()
-            peers.difference_update(rank for rank, message in received if message == _LAST)
-            return not peers and not self.mailbox.has_unsent
+            for _ in self._receive():
+                pass
+            return peers <= self._ended and not self.mailbox.has_unsent
 
-        Pace(SPIN_S, limit_s).until(is_empty)
+        try:
+            Pace(SPIN_S, limit_s).until(is_empty)
+        except TimeoutError:
+            raise TransportError(
+                "communicators of Horovod are not given back: expected all ranks to call, seen no "
+                f"call of {counted(len(peers - self._ended), 'rank')} within {limit_s:g} s"
+            ) from None
         self.mailbox.free()
