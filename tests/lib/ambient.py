@@ -17,9 +17,10 @@ VARIABLES = {
     "HPCTRAIN_TUNING": str(Path(__file__).parent),
 }
 #: Widths, colors and languages of tables and messages; with CI or BUILD_NUMBER pytest compares two
-#: long arrays of bytes line by line, for minutes.
+#: long arrays of bytes line by line, for minutes; with PYTHONUNBUFFERED ranks write lines in pieces,
+#: which mix in their launcher's output.
 ABSENT = (
-    "BUILD_NUMBER", "CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE",
+    "BUILD_NUMBER", "CI", "PYTHONUNBUFFERED", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE",
     "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PY_COLORS", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
     "LC_MESSAGES", "LC_NUMERIC", "LC_TIME",
 )  # fmt: skip
