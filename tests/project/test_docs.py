@@ -281,7 +281,7 @@ def test_functions_of_the_ways_exist():
 README, COMMAND_LINE = PAGES["README.md"], PAGES["docs/command-line.md"]
 PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]
 #: those of `make test-guests`, which CONTRIBUTING.md names
-EXTRAS_OF_MAKE = {"test-guests", "test-clients"}
+EXTRAS_OF_MAKE = {"test-clients", "test-data", "test-guests", "test-loggers"}
 #: pages, the form of a name in them, the names that each must have
 LISTED = {
     "all-reduce": ([README, PAGES["docs/algorithms.md"]], "`{}`", [*ALLREDUCE, "nccl", "auto"]),
