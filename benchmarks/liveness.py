@@ -59,7 +59,7 @@ def start_observer(world: World) -> LivenessObserver:
     ignore = LossReports(lambda *_: None, lambda *_: None, lambda *_: None)
     identities = Identities.exchange(world.rank, world.hosts, gather)
     return observe_liveness(
-        world.record, world.rank, world.hosts, identities, gather, lambda: 0, ignore
+        world.threads.record, world.rank, world.hosts, identities, gather, lambda: 0, ignore
     )
 
 

@@ -87,7 +87,7 @@ def empty_step(world: World, name: str) -> tuple[Any, int]:
     """Return a step whose operations do nothing, and the number of this rank's actions."""
     schedule = make(name, world.size, MICRO_BATCHES)
     keep_freed_memory()  # as processes that train do
-    link, x = world.link_for("stages"), np.zeros((MESSAGE_BYTES // 4,), np.float32)
+    link, x = world.threads.link_for("stages"), np.zeros((MESSAGE_BYTES // 4,), np.float32)
     operations = {op: lambda action, _: x for op in "FBI"} | {"W": lambda action, _: None}
     rank = world.rank
     program = Program(rank, route(schedule, rank), inbound(schedule, rank))

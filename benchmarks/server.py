@@ -62,7 +62,7 @@ def bytes_moved(case: str, workers: int) -> int:
 def measure_cases(world: World, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
     """Return the server's seconds for each way, taken in turn."""
     link, all_workers = world.link, tuple(range(world.size - 1))
-    push, pull = world.link_for("push"), world.link_for("pull")
+    push, pull = world.threads.link_for("push"), world.threads.link_for("pull")
     arena = arenas.make_arena({"w": (BYTES // 4,)}, "float32")
     arena.grad[:] = 1
     own_range, ranks = slice(0, arena.param.size), [w + 1 for w in all_workers]

@@ -87,13 +87,13 @@ def _guarded() -> int:
     except (click.Abort, KeyboardInterrupt):
         return _end_job(INTERRUPTED)
     except AGREED_ERRORS as error:
-        from hpctrain.transport import abort
+        if _world() is None:
+            from hpctrain.transport import abort
 
-        job = _world()
-        if job is None:
             return abort.refuse(error, str(error))
-        if job.reports:
-            abort.report_agreed(error)
+        from hpctrain import world
+
+        world.report_agreed(error)
         return _finish(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
         if _world() is None and _output_closed(error):

@@ -130,7 +130,7 @@ def group_for(world: World, groups: Mapping[str, Group | None], name: str) -> Gr
 
 def staged_group(world: World) -> Group:
     """Return a group in which GPUs' arrays go through pinned memory of the host."""
-    group = world.group_for("staged")
+    group = world.threads.group_for("staged")
     for link in group.links:
         link.endpoint.traffic.set_paths(["staged"] * link.size)
     return group

@@ -66,7 +66,7 @@ def measure_paths(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]
     calls: dict[str, Callable[[], Any]] = {
         pair.path: one_way(pair, x, MESSAGES) for pair in p2p_gpu.pairs_by_path(world, 0, 1, x)
     }
-    wire = world.link_for("between hosts")
+    wire = world.threads.link_for("between hosts")
     calls["host to host"] = one_way(RankPair(wire, 0, 1), host, MESSAGES)
     # As the staged path uses the bus: the sender's way up, the receiver's way down.
     calls["to the host"] = partial(copy_leg, x, True) if world.rank == 0 else do_nothing

@@ -13,7 +13,7 @@ placed them: activations wait for nobody, sums of gradients overlap with backwar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.parallel.options import MeshOptions
@@ -53,6 +53,7 @@ def make_mesh(world: World, options: MeshOptions) -> Mesh:
     data_index, pipe_index = divmod(by_host.index(world.rank), options.pipe)
     pipe = world.split(data_index, pipe_index)
     data = world.split(pipe_index, data_index)
-    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"), pipe.link_for("norms"))
-    data.trace = pipe.trace = world.trace  # the engine's spans belong to the trace of the run
-    return Mesh(world, data, pipe)
+    grid = Grid(pipe.main, pipe.threads.link_for("stages"), pipe.threads.link_for("norms"))
+    trace = world.trace  # the engine's spans belong to the trace of the run
+    data = replace(data, grid=grid, voters=world.main, trace=trace)
+    return Mesh(world, data, replace(pipe, trace=trace))

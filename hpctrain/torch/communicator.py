@@ -34,18 +34,18 @@ class Communicator:
         `limit_s`: of a wait for other ranks. `threaded`: whether a thread begins asynchronous
         collectives at once, since it has a core or several nodes take their time.
         """
-        assert job.record is not None  # ranks are processes
+        assert job.threads.record is not None  # ranks are processes
         self._job, self.ranks, self.limit_s = job, tuple(ranks), limit_s
         self._tag = 2 * (crc32(name.encode()) % _MAX_GROUP_TAG)
         self._threaded = threaded and len(self.ranks) > 1
         link = job.link.create_group(self.ranks, self._tag)
         self.messages = TaggedMessages(link, partial(end_after_loss, job))
-        self.entry = job.record.entry("torch")
+        self.entry = job.threads.record.entry("torch")
         self.world = make_world(job, self.ranks, self._tag + 1, self._threaded)
         self.group = self.world.main
         self.progress = Progress(
             self.world,
-            job.record,
+            job.threads.record,
             limit_s,
             partial(end_after_loss, job),
             begun=None if threaded else share_begun(self.world),
@@ -61,7 +61,7 @@ class Communicator:
     def close(self) -> None:
         """Finish what is under way and free the links; all ranks of the group must call."""
         self.progress.close()
-        self._job.sub_worlds.remove(self.world)
+        self._job.threads.sub_worlds.remove(self.world.threads)
         self.group.free()
         self.messages.free()
 
@@ -72,8 +72,7 @@ def make_world(job: World, ranks: Sequence[int], tag: int, threaded: bool) -> Wo
     main = replace(world.main, choices=_without_native(world.main.choices))
     if threaded:  # polls would hold the interpreter's lock
         main = replace(main, spins=False)
-    world.main = main
-    return world
+    return replace(world, main=main)
 
 
 def nap_while_waiting(group: Group, limit_s: float, threaded: bool) -> None:

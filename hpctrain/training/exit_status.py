@@ -37,7 +37,7 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
     `on_end` gets the summary of a run that was stopped or that failed on all ranks.
     """
     world = journal.segment.world
-    world.on_failure = partial(_fail_alone, journal)
+    world.threads.on_failure = partial(_fail_alone, journal)
     try:
         yield
     except LostRankError as error:
@@ -68,7 +68,7 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
             time.sleep(FIRST_REPORT_S)
         raise shortage_error from error
     finally:
-        world.on_failure = None
+        world.threads.on_failure = None
 
 
 def _fail_alone(journal: Journal, error: BaseException) -> bool:

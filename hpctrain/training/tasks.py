@@ -84,8 +84,8 @@ class Tasks(AbstractContextManager["Tasks"]):
     def at(self, step: int) -> None:
         """Set the step of the watch and of the trace."""
         self._world.trace.step = step
-        if self._world.record is not None:
-            self._world.record.step = step
+        if self._world.threads.record is not None:
+            self._world.threads.record.step = step
 
     def _steps_from(self, first: int) -> Iterable[int]:
         # A worker that is faster than the others computes more than its part of all steps.

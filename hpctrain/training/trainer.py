@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -105,19 +106,19 @@ class Trainer:
                 self._warm_start(Path(init))
             self._build_engine()
 
-    def _build_engine(self) -> None:
-        """Build the engine on the replica; collective."""
-        engine = self.engine_options
+    def _build_engine(self, restores: bool = False) -> None:
+        """Build the engine on the replica, to load a state into it or not; collective."""
+        engine, data = self.engine_options, replace(self.mesh.data, restores=restores)
         replica = self.world.on_all_ranks(lambda: self._slowed_replica(self._faults))
         self.engine: Engine = self.world.on_all_ranks(
-            lambda: engine.build(self.mesh.data, replica, self._optimizer)
+            lambda: engine.build(data, replica, self._optimizer)
         )
         if self.mesh.pipeline is not None:
             stage_wait = split_model.StageWait(self.engine.times, self.world.trace)
             self.mesh.pipeline.wait = stage_wait
         self.blocks = engines.blocks_of(engine, self.engine.workers)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, restores: bool) -> None:
         """Build the engine for the ranks that are left after a loss; collective.
 
         Raises RecoveryError if they are too few.
@@ -128,7 +129,7 @@ class Trainer:
         try:
             if self._unit > 1:
                 self.mesh, self.replica = self._make_replica()
-            self._build_engine()
+            self._build_engine(restores)
         except UsageError as error:
             ranks = counted(self.world.size, "rank")
             raise RecoveryError(f"only {ranks} left: {error}; start the job again") from error

@@ -7,6 +7,7 @@ from hpctrain.world.process import (
     fail_alone,
     finish,
     init,
+    report_agreed,
     report_without_traceback,
 )
 from hpctrain.world.survive import survive
@@ -22,6 +23,7 @@ __all__ = [
     "has_spare_cores",
     "init",
     "over_threads",
+    "report_agreed",
     "report_without_traceback",
     "survive",
     "watched",

@@ -31,11 +31,11 @@ from hpctrain.transport.paths import RankPlace
 T = TypeVar("T")
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class AgreeingRanks:
     """Ranks that agree over `link`; every method is collective over them."""
 
-    link: Link  #: the main thread's; others are made by `World.link_for`
+    link: Link  #: the main thread's; others are made by `World.threads`
     places: tuple[RankPlace, ...]  #: of each rank: its node, and its GPU where it has one
 
     @property

@@ -11,7 +11,6 @@ from hpctrain.transport.link import Link
 class Grid(NamedTuple):
     """The groups of a rank in a mesh; its World has the ranks with the same part of the model."""
 
-    everyone: Group  #: all ranks of the mesh; they vote on each step
     pipe: Group  #: the ranks that together hold one replica, in the order of the pipe axis
     stages: Link  #: of the same ranks, for the messages between stages alone
     norms: Link  #: of the same ranks, for the thread that updates parameters alone

@@ -8,7 +8,7 @@ without any spare      0       1   2              the ranks behind move up
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,6 +37,7 @@ class Job:
     bindings: tuple[RankBinding, ...] = ()  #: by number
     min_ranks: int = 1  #: with fewer the job ends
     unit: int = 1  #: ranks per replica; left-over ranks become spares
+    on_regroup: Callable[[], None] = lambda: None  #: called on each rank after a loss
 
     @classmethod
     def of_ranks(

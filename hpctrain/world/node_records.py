@@ -33,19 +33,19 @@ def watched(
     `on_hang`, called on every rank, replaces that for jobs without training steps, and so without a
     longer limit for the first.
     """
-    if world.record is None:
+    if world.threads.record is None:
         yield
         return
-    directory, previous_record = run / "watch", world.record
+    directory, previous_record = run / "watch", world.threads.record
     with _recorded(world, directory) as record:
         report = on_hang or partial(abort.report_hang, world.rank, run)
         watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
-        world.record_in(record)
+        world.threads.record_in(record)
         try:
             yield
         finally:
             watch.stop()
-            world.record_in(previous_record)
+            world.threads.record_in(previous_record)
 
 
 @contextmanager

@@ -140,8 +140,8 @@ def finish(exit_code: int = 0) -> None:
 
     rank_marks.write_mark(rank_marks.FINISHES)
     if startup.is_running():
-        if _world.record is not None:
-            _world.record.mark_ended()
+        if _world.threads.record is not None:
+            _world.threads.record.mark_ended()
         job = _world.job
         try:
             if job is not None:
@@ -161,6 +161,12 @@ def fail_alone(error: BaseException) -> None:
         _world.abort(error)
 
 
+def report_agreed(error: BaseException) -> None:
+    """Print an error that all ranks raise, from the first rank that is left."""
+    if _world is not None and (_world.job or _world).link.rank == 0:
+        abort.report_agreed(error)
+
+
 def _uncaught(
     kind: type[BaseException],
     error: BaseException,
@@ -171,9 +177,7 @@ def _uncaught(
     if error is refused:
         abort.refuse(error, str(error))
     elif isinstance(error, StoppedError | RecoveryError) and _world is not None:
-        # All ranks end, none is at fault.
-        if _world.reports:
-            abort.report_agreed(error)
+        report_agreed(error)  # all ranks end, none is at fault
     else:
         fail_alone(error)
     code = error.exit_code if isinstance(error, HpctrainError) else 1

@@ -70,13 +70,15 @@ def _make_world(
         concurrent=startup.is_thread_safe(),
         transport="mpi",
         job_size=job_size,
-        record=record,
         gpu=placement.gpu,
         verdict=verdict,
         bindings=bindings,
         job=job,
     )
-    world.on_regroup = Watches(world, timeout_s).renew
+    world.threads.record = record
+    watches = Watches(world, timeout_s)
+    if job is not None:
+        job.on_regroup = watches.renew
     return world
 
 

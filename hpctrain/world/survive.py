@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.core.errors import LostRankError
-from hpctrain.world.world import World
+from hpctrain.world.world import MADE_TOGETHER, World
 
 
 def survive(world: World) -> None:
@@ -26,14 +26,11 @@ def survive(world: World) -> None:
                 link=link,
                 places=world.job.of_peers(world.job.places),
                 bindings=world.job.of_peers(world.job.bindings),
-                on_failure=None,
-                purpose_links={},
-                sub_worlds=[],
-                grid=None,
+                main=MADE_TOGETHER,
             )
+            members.threads.record = world.threads.record
             vars(world).update(vars(members))
-        if world.on_regroup is not None:
-            world.on_regroup()
+        world.job.on_regroup()
     except LostRankError:
         if link is not None:
             link.endpoint.survivors.dissolve()

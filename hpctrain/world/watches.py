@@ -39,7 +39,7 @@ class Watches:
         pages = {n: p for n, p in self._pages.items() if job is None or n in job.numbers}
         own_page = pages.pop(world.rank if job is None else job.number)
         record = WatchRecord(rank, size, [own_page, *pages.values()])
-        world.record_in(record)
+        world.threads.record_in(record)
         on_hang = partial(abort.report_hang, rank, None)
         running: list[Watch | LivenessObserver] = []
         if job is not None:
@@ -71,7 +71,7 @@ class Watches:
         )
 
     def _current_step(self) -> int:
-        record = self._world.record
+        record = self._world.threads.record
         return 0 if record is None else record.step
 
 

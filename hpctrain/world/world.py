@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,47 +22,58 @@ from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.select import add_choices
-from hpctrain.watch import WatchRecord
 from hpctrain.watch.trace import Trace
 from hpctrain.world.agreement import AgreeingRanks
 from hpctrain.world.grid import Grid
 from hpctrain.world.job import Job
+from hpctrain.world.rank_threads import RankThreads
+
+MADE_TOGETHER: Any = None  #: the ranks make this field together when they make their World
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class World(AgreeingRanks):
-    """A group of ranks that work together, as one member sees the group."""
+    """A group of ranks that work together, as one member sees the group; it never changes."""
 
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
     job_size: int = 1  #: number of processes that end with this one
-    record: WatchRecord | None = None  #: of the link operations that wait; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     verdict: Verdict = STAGED_VERDICT  #: the path of GPU memory between ranks
     bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
     trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
-    on_failure: Callable[[BaseException], Any] | None = None  #: records why this rank ends
-    purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
     parent: World | None = None  #: the World that this sub-world was split from
-    sub_worlds: list[World] = field(default_factory=list)
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
     #: Whether engines are built only to load a state: then their parameters may be any.
     restores: bool = False
-    on_regroup: Callable[[], None] | None = None  #: called after a loss, see world/survive.py
     job: Job | None = None  #: set if the ranks survive the loss of other ranks
-    main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
-    memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
+    main: Group = MADE_TOGETHER  #: all ranks, for the main thread; its scratch is kept
+    voters: Group = MADE_TOGETHER  #: the ranks that agree on each step: `main`, or a whole mesh
+    memory: NodeMemory = MADE_TOGETHER  #: memory shared by the ranks of this node
+    gpus: GpuLayout | None = MADE_TOGETHER  #: of each rank, for `auto`; None unless each has one
+    threads: RankThreads = MADE_TOGETHER  #: the links of this rank's threads
 
     def __post_init__(self) -> None:
-        """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
-        self.main = group_over_nodes(self.link, self.hosts)
-        gather = partial(collectives.all_gather_bytes, self.node)
-        self.memory = NodeMemory(self.node, gather)
+        """Split the ranks by node, share memory, and fix the choices of `auto`; collective.
+
+        A changed copy of a World, by `replace`, keeps all of these.
+        """
+        if self.main is not MADE_TOGETHER:
+            return
+        main = group_over_nodes(self.link, self.hosts)
+        assert main.node is not None
+        gather = partial(collectives.all_gather_bytes, main.node)
+        memory = NodeMemory(main.node, gather)
         node_gpus = [place.gpu for place in self.places if place.node == self.host]
-        self.memory.gpu = shared_gpu_memory(self.node, gather, node_gpus)
+        memory.gpu = shared_gpu_memory(main.node, gather, node_gpus)
+        gpu_layout = None
+        if self.gpu is not None and all(place.gpu for place in self.places):
+            shares, name = memory.gpu is not None and memory.gpu.shares, self.gpu.ordinal
+            gpu_layout = GpuLayout(gpus.product_name(name), self.places, self.verdict, shares)
         spins = self.transport == "mpi"  # threads of one process must yield to each other
-        main = replace(self.main, memory=self.memory, spins=spins)
-        self.main = add_choices(main, self.transport == "mpi", self.gpus)
+        main = add_choices(replace(main, memory=memory, spins=spins), spins, gpu_layout)
+        threads = RankThreads(main, self.hosts)
+        vars(self).update(main=main, voters=main, memory=memory, gpus=gpu_layout, threads=threads)
 
     @property
     def rank(self) -> int:
@@ -84,11 +95,6 @@ class World(AgreeingRanks):
         Then `rank` is its number in the job, above the World's ranks, and `link` has it alone.
         """
         return self.job is not None and self.job.is_spare
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank reports errors that all ranks raise: the first surviving rank does."""
-        return (self.rank if self.job is None else self.job.link.rank) == 0
 
     @property
     def node(self) -> Link:
@@ -115,19 +121,6 @@ class World(AgreeingRanks):
     def device(self) -> str:
         """The device of this rank: "cpu", or "gpu N, UUID" with CUDA's number on this node."""
         return "cpu" if self.gpu is None else str(self.gpu)
-
-    @property
-    def gpus(self) -> GpuLayout | None:
-        """The GPU of each rank, for `auto`; None unless each rank has one."""
-        if self.gpu is None or not all(place.gpu for place in self.places):
-            return None
-        shares = self.memory.gpu is not None and self.memory.gpu.shares
-        return GpuLayout(gpus.product_name(self.gpu.ordinal), self.places, self.verdict, shares)
-
-    @property
-    def voters(self) -> Group:
-        """The ranks that agree on each step: this World, or all ranks of its mesh."""
-        return self.main if self.grid is None else self.grid.everyone
 
     def __repr__(self) -> str:
         return (
@@ -157,14 +150,12 @@ class World(AgreeingRanks):
             places=tuple(self.places[rank] for rank in ranks),
             bindings=tuple(self.bindings[rank] for rank in ranks if self.bindings),
             trace=Trace(),
-            on_failure=None,
-            purpose_links={},
             parent=self,
-            sub_worlds=[],
             grid=None,
             job=None,
+            main=MADE_TOGETHER,
         )
-        self.sub_worlds.append(world)
+        self.threads.adopt(world.threads)
         return world
 
     def split(self, color: int, key: int | None = None) -> World:
@@ -189,24 +180,6 @@ class World(AgreeingRanks):
             )
         return self.over(self.link.create_group(tuple(ranks), tag))
 
-    def group_for(self, purpose: str, alone: bool = False) -> Group:
-        """Create a group of this World's ranks for another thread; collective.
-
-        `alone`: no other thread computes while this one communicates, so it may spin.
-        """
-        group = group_over_nodes(self.link.split(0, self.rank), self.hosts)
-        self.register(purpose, *group.links)
-        spins = alone and self.main.spins
-        return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
-
-    def link_for(self, purpose: str, color: int = 0) -> Link:
-        """Return another link, to all ranks that give the same `color`; all ranks must call."""
-        return self.register(purpose, self.link.split(color, self.rank))[0]
-
-    def view_for(self, purpose: str, link: Link) -> Link:
-        """Return a view of `link` for a second thread: one thread sends, the other receives."""
-        return self.register(purpose, link.endpoint.view())[0]
-
     def fail(self, error: BaseException) -> None:
         """End the job because of an error in a thread other than the main thread.
 
@@ -215,8 +188,8 @@ class World(AgreeingRanks):
         if self.survives and isinstance(error, LostRankError | RankKilled):
             return
         try:
-            if self.on_failure is not None:
-                self.on_failure(error)
+            if self.threads.on_failure is not None:
+                self.threads.on_failure(error)
         finally:
             if not self.link.endpoint.waits.interrupt_others():
                 self.abort(error)
@@ -228,20 +201,3 @@ class World(AgreeingRanks):
         abort.report(error, f"rank {self.rank} on {self.host}", self.rank, self.size)
         if self.job_size > 1:
             abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
-
-    def register(self, purpose: str, *links: Link) -> list[Link]:
-        """Return `links` of another thread, whose waiting calls are recorded from now on."""
-        self.purpose_links[purpose] = list(links)
-        if self.record is not None:
-            for link in links:
-                link.endpoint.waits.entry = self.record.entry(purpose)
-        return self.purpose_links[purpose]
-
-    def record_in(self, record: WatchRecord) -> None:
-        """Let every thread's links record the calls that wait in `record`."""
-        self.record = record.replacing(self.record)
-        for thread, links in {"main": self.main.links, **self.purpose_links}.items():
-            for link in links:
-                link.endpoint.waits.entry = record.entry(thread)
-        for world in self.sub_worlds:
-            world.record_in(record)

@@ -388,7 +388,7 @@ def test_segments_between_nodes_are_long_where_mpi_gets_pointers(verdict, segmen
     def body(plain):
         world, x = on_gpus(plain, nodes="ab", verdict=verdict), np.arange(n, dtype=np.int64)
         sent = []
-        for group in (world.main, world.group_for("wire")):
+        for group in (world.main, world.threads.group_for("wire")):
             before = group.link.endpoint.traffic.messages_sent
             ALLREDUCE["ring"](group, x, np.add)
             sent.append(group.link.endpoint.traffic.messages_sent - before)

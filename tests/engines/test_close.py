@@ -17,10 +17,10 @@ def test_a_closed_engine_has_freed_the_links_that_it_made(regime, monkeypatch):
     monkeypatch.setattr(LocalWaits, "free", lambda waits: freed.append(waits))
 
     def body(world):
-        before = set(world.purpose_links)
+        before = set(world.threads.links)
         model = nn.Model({"out": nn.Linear(3)}, (4,))
         Trainer(model, optim.sgd(0.1), REGIMES[regime], world=world).close()
-        made = [world.purpose_links[purpose] for purpose in world.purpose_links.keys() - before]
+        made = [world.threads.links[purpose] for purpose in world.threads.links.keys() - before]
         assert [link for links in made for link in links if link.endpoint.waits not in freed] == []
 
     run_on("threads", 1 if regime == "single" else 4, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -290,7 +291,7 @@ def test_one_worker_alone_is_refused():
 
 def test_one_thread_is_enough_where_all_are_in_step():
     def body(world, graph):
-        world.concurrent = False
+        world = replace(world, concurrent=False)
         return trained(world, graph, optim.sgd(RATE))[1]
 
     with pytest.raises(UsageError, match="needs an MPI with THREAD_MULTIPLE"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -149,7 +150,7 @@ def test_where_only_one_thread_may_communicate(ranks):
     """A delayed average then travels at once, and is mixed in as late as ever."""
 
     def body(world):
-        world.concurrent = False
+        world = replace(world, concurrent=False)
         assert abs(trained(world, WAYS["DASO"], optim.sgd(RATE, MOMENTUM)) - expected).max() < 1e-12
 
     expected = told(ranks.size, "DASO")

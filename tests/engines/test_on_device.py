@@ -105,7 +105,7 @@ def test_ranks_on_one_device_have_the_bytes_of_the_host(size, overlap):
     def body(world):
         result, _ = trained(world, engine)
         return result, sum(
-            link.endpoint.traffic.host_bytes for link in world.purpose_links.get("wire", [])
+            link.endpoint.traffic.host_bytes for link in world.threads.links.get("wire", [])
         )
 
     with fakes.installed(lazy=True, ipc_within=True) as machine:

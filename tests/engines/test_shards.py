@@ -7,6 +7,7 @@ are empty. That P ranks equal one rank: test_equal_to_one_rank.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_a_node_has_one_array_of_parameters(ranks):
 
 def test_where_no_memory_can_be_shared_all_ranks_say_so():
     def body(world):
-        world.memory = NodeMemory(world.node, world.gather, kinds=())
+        world = replace(world, memory=NodeMemory(world.node, world.gather, kinds=()))
         with pytest.raises(UsageError, match=r"share_parameters: expected \d+ bytes of memory"):
             trainer_of(world, METHODS["momentum"], SHARED)
 

@@ -132,7 +132,8 @@ def make_engine(world, cut_name: str, way: str):
     stage, worker = world.rank // DATA, world.rank % DATA
     data = over_threads(world.link.split(stage, worker))
     pipe = over_threads(world.link.split(worker, stage))
-    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"), pipe.link_for("norms"))
+    grid = Grid(pipe.main, pipe.threads.link_for("stages"), pipe.threads.link_for("norms"))
+    data = replace(data, grid=grid, voters=world.main)
     replica = Slots(cut[stage])
     arena = replica.arena
     gather_rows = partial(gather, data.grid.norms, cut, arena.layout)

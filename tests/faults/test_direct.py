@@ -25,7 +25,7 @@ world = ht.init()
 x = world.zeros(100_000)
 with watched(world, Path(sys.argv[2]), timeout_s=1):
     for step in range(2):
-        world.record.step = step  # the limit does not hold in the first
+        world.threads.record.step = step  # the limit does not hold in the first
         x[:] = 1 + step
         world.link.barrier()
         print("step", step, flush=True)
@@ -62,16 +62,16 @@ from hpctrain.world import watched
 world = ht.init()
 native = ((0, "native"),)
 plan = TuningPlan(native, native, ((0, "ring"),), (), True)
-world.main = replace(world.main, choices=make_choices(plan))
+world = replace(world, main=replace(world.main, choices=make_choices(plan)))
 x = np.ones(1)
 reduce = {
-    "plain": lambda: ht.allreduce(x, check=False),
+    "plain": lambda: ht.allreduce(x, check=False, world=world),
     "native": lambda: world.link.endpoint.native.bind_allreduce(x, np.add)(),
     "bound": bind(x, algorithm="native"),
 }[sys.argv[1]]
 with watched(world, Path(sys.argv[2]), timeout_s=1):
     for step in range(4):
-        world.record.step = step  # the limit does not hold in the first
+        world.threads.record.step = step  # the limit does not hold in the first
         if step == 3 and world.rank == 1:
             time.sleep(600)
         reduce()

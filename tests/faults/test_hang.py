@@ -173,7 +173,7 @@ world = ht.init()
 assert world.host == f"n{rank // 2}", world.host
 with watched(world, Path(sys.argv[1]), timeout_s=1):
     for step in range(3):
-        world.record.step = step
+        world.threads.record.step = step
         world.barrier()
     if rank >= 2 and sys.argv[2] == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -40,7 +40,7 @@ class Side:
             options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like, True
         )
         self.buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
-        self.group = world.group_for("compressed")
+        self.group = world.threads.group_for("compressed")
         self.reducer = Reducer(grad, self.buckets, self.group, self.compressor, True)
 
     def sum(self, gradients: dict) -> np.ndarray:

@@ -51,7 +51,7 @@ class Side:
             options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like, True
         )
         buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, 1600)
-        self.group = world.group_for("compressed")
+        self.group = world.threads.group_for("compressed")
         self.reducer = Reducer(grad, buckets, self.group, self.compressor, True)
 
     def sum(self, rank: int, step: int, spoil: float | None = None) -> np.ndarray:

@@ -143,7 +143,7 @@ def test_the_sum_may_lie_in_the_plane_of_the_first_rank(ranks, slots):
         arena = arenas.make_arena({name: (n,) for name, n in lengths.items()}, "float64")
         arena = replace(arena, grad=world.memory.zeros(arena.grad.size, arena.grad.dtype))
         buckets = cut_buckets(arena.slots, arena.grad.size, 8, 1)
-        group = world.group_for("wire")
+        group = world.threads.group_for("wire")
         reducer = Reducer(arena.grad, buckets, group, direct_shared, world.concurrent)
         for step in range(3):
             arena.grad[:] = world.rank + step

@@ -163,7 +163,7 @@ for i in range(5):
         hvd.allreduce_async({TENSOR}, name="alone")
     hvd.shutdown()
     hvd.init()
-    counts.append((len(links), len(state().world.sub_worlds)))
+    counts.append((len(links), len(state().world.threads.sub_worlds)))
 assert len(set(counts[1:])) == 1, counts
 """
 )

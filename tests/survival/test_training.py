@@ -368,8 +368,8 @@ def test_nothing_of_an_engine_outlives_a_loss(engine, monkeypatch, moment):
     alive, engines = [], {}  # engines by the thread of their rank
     build, run = ht.Trainer._build_engine, Loop._train
 
-    def build_engine(trainer):
-        build(trainer)
+    def build_engine(trainer, *restores):
+        build(trainer, *restores)
         engines.setdefault(threading.get_ident(), []).append(weakref.ref(trainer.engine))
 
     def train_part(loop, work):

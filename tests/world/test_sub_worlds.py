@@ -118,11 +118,11 @@ def test_a_subset_of_other_ranks_is_refused(ranks):
 @on_ranks(mpi=(2,))
 def test_waits_of_a_sub_world_are_recorded_with_those_of_its_parent(ranks, tmp_path):
     def body(world):
-        world.record_in(WatchRecord(world.rank, world.size))
+        world.threads.record_in(WatchRecord(world.rank, world.size))
         directory = world.gather(str(tmp_path))[0]
         with watched(world, Path(directory), timeout_s=60):
             sub_world = world.split(0)
-            assert sub_world.link.endpoint.waits.entry is world.record.entry("main")
+            assert sub_world.link.endpoint.waits.entry is world.threads.record.entry("main")
         assert (
             sub_world.link.endpoint.waits.entry
             is sub_world.node.endpoint.waits.entry

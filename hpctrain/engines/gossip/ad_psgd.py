@@ -61,14 +61,17 @@ class AdPsgdEngine(GossipEngine):
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer):
         """Take part as an active or a passive worker; collective."""
         super().__init__(world, replica, optimizer, "gossip, graph bipartite")
-        link = world.link_for("gossip")
-        self._push_link, self._pull_link = world.link_for("push"), world.link_for("pull")
+        link = world.threads.link_for("gossip")
+        self._push_link, self._pull_link = (
+            world.threads.link_for("push"),
+            world.threads.link_for("pull"),
+        )
         self._links = [link, self._push_link, self._pull_link]
         self.recorder, self._method = Recorder(), PeriodicMethod(self.workers)
         self._coordinator: Coordinator | None = None
         if self.worker == COORDINATOR_RANK and self._row.is_first:
-            push_link = world.view_for("server push", self._push_link)
-            pull_link = world.view_for("server pull", self._pull_link)
+            push_link = world.threads.view_for("server push", self._push_link)
+            pull_link = world.threads.view_for("server pull", self._pull_link)
             self._coordinator = Coordinator(WorkerLinks(push_link, pull_link, range(self.workers)))
             self._links += [push_link, pull_link]
         self._role = self._make_role(link)
@@ -81,7 +84,7 @@ class AdPsgdEngine(GossipEngine):
         row_link = None
         if world.grid is not None:
             pipe = world.grid.pipe.link
-            (row_link,) = world.register("turns", pipe.split(0, pipe.rank))
+            (row_link,) = world.threads.register("turns", pipe.split(0, pipe.rank))
             self._links.append(row_link)
         return PassiveWorker(world, times, param, link, row_link)
 

@@ -79,7 +79,7 @@ class DPsgdEngine(GossipEngine):
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, graph: str):
         """Take part in `graph`, one of GRAPHS; collective."""
         super().__init__(world, replica, optimizer, f"gossip, graph {graph}")
-        self._graph, self._link = GRAPHS[graph], world.link_for("gossip")
+        self._graph, self._link = GRAPHS[graph], world.threads.link_for("gossip")
         self._links = [self._link]
         self._mean = np.zeros_like(replica.arena.param)
         self._executor = background_executor(world.concurrent, "gossip", self._mean)

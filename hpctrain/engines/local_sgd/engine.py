@@ -262,7 +262,7 @@ class NodeGroup:
     ):
         """Create the link of the node; collective."""
         color = world.hosts.index(world.host) if group_by_host else world.rank
-        self.link = world.link_for("node", color)
+        self.link = world.threads.link_for("node", color)
         self._group, self._allreduce = Group(self.link), allreduce
         self._times, self._trace = times, world.trace
 

@@ -110,7 +110,7 @@ class DelayedAverage(Averaging):
         self._sum = namespace(arena.param).zeros(length, arena.param.dtype)
         offsets = np.cumsum([0, *(x.size for x in planes)]).tolist()
         self._buffers = slices(self._sum, offsets)
-        self.link, self._uses_thread = world.link_for("average"), world.concurrent
+        self.link, self._uses_thread = world.threads.link_for("average"), world.concurrent
         buckets = [Bucket(0, self._sum.size, frozenset({"planes"}))]
         self._reducer = Reducer(
             self._sum, buckets, Group(self.link), allreduce, world.concurrent, trace=world.trace

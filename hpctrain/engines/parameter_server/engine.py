@@ -72,9 +72,9 @@ class ParameterServerEngine(EngineBase):
         self.asynchronous, self.updates_per_step = method.asynchronous, method.updates_per_step
         self.check = GradientCheck(replica, self.workers * method.push_every)
         self.recorder = None if method.is_lockstep else Recorder()
-        self._links = [world.link_for("push"), world.link_for("pull")]
-        self._workers = Group(world.link_for("workers", int(self.worker is None)))
-        servers = world.link_for("servers", int(server is None))
+        self._links = [world.threads.link_for("push"), world.threads.link_for("pull")]
+        self._workers = Group(world.threads.link_for("workers", int(self.worker is None)))
+        servers = world.threads.link_for("servers", int(server is None))
         self._links += [self._workers.link, servers]  # `servers` of a pure worker is unused
         self._order_link = (
             servers if world.grid is None else self._make_order_link(world.grid, server)
@@ -127,8 +127,8 @@ class ParameterServerEngine(EngineBase):
     def _make_order_link(self, grid: Grid, server: int | None) -> Link:
         """Link the servers of every column, in the order of pipe ranks; collective."""
         position = grid.pipe.link.rank * self._world.size + self._world.rank
-        link = grid.everyone.link.split(int(server is None), position)
-        self._links += self._world.register("orders", link)
+        link = self._world.voters.link.split(int(server is None), position)
+        self._links += self._world.threads.register("orders", link)
         return link
 
     def _make_worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
@@ -185,8 +185,8 @@ class ParameterServerEngine(EngineBase):
                     'engine.placement = "colocated" needs an MPI with THREAD_MULTIPLE, and this '
                     'one grants less; set engine.placement = "dedicated"'
                 )
-            push_link = self._world.view_for("server push", push_link)
-            pull_link = self._world.view_for("server pull", pull_link)
+            push_link = self._world.threads.view_for("server push", push_link)
+            pull_link = self._world.threads.view_for("server pull", pull_link)
             self._links += [push_link, pull_link]
         arena, method = self.replica.arena, self._method
         links = WorkerLinks(push_link, pull_link, roles.workers)

@@ -119,7 +119,7 @@ class AllReduceEngine(EngineBase):
         """Return the reducer of gradients in buckets; collective."""
         world, arena = self._world, self.replica.arena
         concurrent = overlap.uses_thread(world, options)
-        wire_group = world.group_for("wire", alone=not concurrent)
+        wire_group = world.threads.group_for("wire", alone=not concurrent)
         self._links += wire_group.links
         if self._sums.allreduce is nccl:
             communicator_for(wire_group, arena.grad)  # now, while a failure can still be reported

@@ -104,7 +104,7 @@ def pairs_by_path(world: World, source: int, target: int, x: xp.Array) -> list[R
 
 def _mapped_pairs(world: World, source: int, target: int, x: xp.Array) -> list[RankPair]:
     mapped_flags = world.gather("y" if world.memory.locate(x) is not None else "")
-    link = world.link_for("p2p ipc")
+    link = world.threads.link_for("p2p ipc")
     if world.hosts[source] != world.hosts[target] or not (
         mapped_flags[source] and mapped_flags[target]
     ):
@@ -134,7 +134,7 @@ def nominal_nic_rate(
 
 
 def _pair_over_path(world: World, source: int, target: int, path: Path) -> RankPair:
-    link = world.link_for(f"p2p {path}")
+    link = world.threads.link_for(f"p2p {path}")
     link.endpoint.traffic.set_paths([path] * world.size)
     return RankPair(link, source, target, path)
 

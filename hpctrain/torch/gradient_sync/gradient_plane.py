@@ -86,7 +86,7 @@ class GradientPlane:
         grad = allocate(length, dtype)
         arena = Arena(slots, grad, grad)
         self._is_concurrent = overlapping.uses_thread(world, options)
-        self._group = world.group_for("wire", alone=not self._is_concurrent)
+        self._group = world.threads.group_for("wire", alone=not self._is_concurrent)
         buckets = overlapping.choose_buckets(arena, self._group, options, self._is_concurrent)
         self._reducer = Reducer(
             grad, buckets, self._group, find_allreduce(options.algorithm), self._is_concurrent,

@@ -106,7 +106,7 @@ class GradientSync:
         self._takes_buffers = True  # before the next forward pass
         if world.size == 1:
             return
-        self._model, self._buffers_group = weakref.ref(model), world.group_for(GRADIENTS)
+        self._model, self._buffers_group = weakref.ref(model), world.threads.group_for(GRADIENTS)
         self._planes.build(world, self._trained.parameters)
         self._trained.watch(while_lives(self, GradientSync.take_gradient))
         before_forward = ForwardHook(GradientSync._begin_forward, self)
@@ -211,7 +211,11 @@ class GradientSync:
         self.retry(lambda: self._planes.build(self.world, self._trained.parameters))
 
     def _wait_for_sums(self) -> None:
-        entry = None if self.world.record is None else self.world.record.entry(GRADIENTS)
+        entry = (
+            None
+            if self.world.threads.record is None
+            else self.world.threads.record.entry(GRADIENTS)
+        )
         if entry is not None:
             entry.enter(GRADIENTS_CALL, ALL_RANKS, self._planes.nbytes)
         try:
@@ -240,7 +244,7 @@ class GradientSync:
         """Let the World and the planes go on with the ranks that are left; collective."""
 
         def rebuild() -> None:
-            self._buffers_group = self.world.group_for(GRADIENTS)
+            self._buffers_group = self.world.threads.group_for(GRADIENTS)
             self._planes.rebuild(self.world)
 
         go_on_after_loss(self.world, self._planes.close, rebuild, "the loop")

@@ -60,12 +60,12 @@ class Survival:
             job.min_ranks, job.unit = max(job.min_ranks, options.min_ranks), unit
 
     def train(
-        self, build: Callable[[], None], part: Callable[[Survival], dict[str, Any]]
+        self, build: Callable[[bool], None], part: Callable[[Survival], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the summary that `part` returns, called again after each loss of ranks.
 
-        `build` makes the engine for the ranks that are left. A spare returns the summary of the
-        others, or raises their error.
+        `build` makes the engine for the ranks that are left, to load a state or not. A spare
+        returns the summary of the others, or raises their error.
         """
         is_first = True
         while True:
@@ -87,15 +87,14 @@ class Survival:
                 raise
 
     def _run_part(
-        self, build: Callable[[], None] | None, part: Callable[[Survival], dict[str, Any]]
+        self, build: Callable[[bool], None] | None, part: Callable[[Survival], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the summary of a part; all ranks raise its errors, or LostRankError."""
         try:
             if self.world.is_spare:
                 self._serve_and_sleep()
             if build is not None:
-                build()
-                self.world.restores = False  # for other trainers of this World
+                build(self.reader is not None)
             return part(self)
         except AGREED_ERRORS as error:
             self._end_call({"error": type(error).__name__, "text": str(error)})
@@ -147,7 +146,7 @@ class Survival:
 
         Raises RecoveryError if all ranks that trained are lost.
         """
-        world, job, own_record_json = self.world, self.world.job, ""
+        job, own_record_json = self.world.job, ""
         assert job is not None
         if self.has_claimed:
             own_record_json = json.dumps({"run": self.run, "recoveries": asdict(self.recoveries)})
@@ -162,11 +161,11 @@ class Survival:
             self.run = notes[0]["run"]
         states = [self._live_state] if self._live_state is not None else []
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
-        world.restores = self.reader is not None
 
     def _write_failure(self, error: RecoveryError) -> None:
         """Write the summary of a run that cannot go on."""
-        if self.run is None or not self.world.reports:
+        job = self.world.job
+        if self.run is None or job is None or job.link.rank > 0:
             return
         facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
         with suppress(OSError, FileError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import fakes
 import numpy as np
@@ -87,13 +88,15 @@ def test_alone_there_is_no_link():
 def on_gpus(world, way="cuda-aware", apart=False):
     """Pretend that every rank has a GPU, and that such is the way between them."""
     nodes = [f"n{rank}" if apart else "n" for rank in range(world.size)]
-    world.places = tuple(RankPlace(node, f"GPU-{rank}") for rank, node in enumerate(nodes))
-    world.gpu = Gpu(0, f"GPU-{world.rank}", "")
     node = world.node
     gather = lambda reported: all_gather_bytes(node, reported)  # noqa: E731
     world.memory.gpu = None if apart else shared_gpu_memory(node, gather, ["G"] * world.size)
-    world.verdict = Verdict(way, way, way if way != "ipc" else "staged", "so it was told")
-    return world
+    return replace(
+        world,
+        places=tuple(RankPlace(node, f"GPU-{rank}") for rank, node in enumerate(nodes)),
+        gpu=Gpu(0, f"GPU-{world.rank}", ""),
+        verdict=Verdict(way, way, way if way != "ipc" else "staged", "so it was told"),
+    )
 
 
 @pytest.mark.sample(1)
@@ -147,8 +150,8 @@ def test_gpus_without_room(gpu, monkeypatch):
 
 def test_a_rank_without_a_gpu(gpu):
     def body(world):
-        on_gpus(world)
-        world.places = (world.places[0], world.places[1]._replace(gpu=""))
+        world = on_gpus(world)
+        world = replace(world, places=(world.places[0], world.places[1]._replace(gpu="")))
         p2p.run(world, asked("4KiB", device="gpu"))
 
     with pytest.raises(UsageError, match=r"rank 1 on n has no GPU.*hpctrain doctor"):

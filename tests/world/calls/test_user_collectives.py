@@ -85,7 +85,7 @@ def test_calls_made_ready(ranks, chosen, check, times):
     calls = checked_calls if check else unchecked_calls
 
     def body(world):
-        world.main = replace(world.main, choices=make_choices(plan))
+        world = replace(world, main=replace(world.main, choices=make_choices(plan)))
         for flat in (world.zeros(6 * times), np.zeros(6 * times, np.float32)):
             same = flat[:]
             for op, dtype, (rows, columns), again in AGAIN:
@@ -112,7 +112,7 @@ def test_what_was_made_ready_is_compared_again(ranks, chosen):
     }
 
     def body(world):
-        world.main = replace(world.main, choices=make_choices(plan))
+        world = replace(world, main=replace(world.main, choices=make_choices(plan)))
         for change, reported in changes.values():
             x = np.ones(6, np.float32)
             for _ in range(3):

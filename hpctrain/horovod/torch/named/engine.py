@@ -64,8 +64,8 @@ class Engine:
         nap_while_waiting(self.world.main, settings.limit_s, settings.threaded)
         self._messages = Messages(job.link.create_group(self.ranks, tag + 1), self.ranks)
         self._execution = Execution(self.world, self.ranks, settings)
-        assert job.record is not None  # ranks are processes
-        self._record = job.record.entry("horovod")
+        assert job.threads.record is not None  # ranks are processes
+        self._record = job.threads.record.entry("horovod")
         self._gpu, self._has_thread = job.gpu, job.concurrent and len(self.ranks) > 1
         self._quiet = make_quiet_runner()
         self._entries: dict[str, Entry] = {}
@@ -178,7 +178,7 @@ class Engine:
     def free(self) -> None:
         """Give back the links of a closed engine; all its ranks must call."""
         assert self.world.parent is not None
-        self.world.parent.sub_worlds.remove(self.world)
+        self.world.parent.threads.sub_worlds.remove(self.world.threads)
         self.world.main.free()
         self._messages.free(self._settings.limit_s)
 

@@ -68,8 +68,8 @@ def watch_job(
                 raise UsageError("no folder that all ranks share")
             stack.enter_context(watched(world, folder, limit_s, on_hang))
         except UsageError:
-            assert world.record is not None
-            watch = Watch(world.record, None, limit_s, on_hang, first_step_factor=1)
+            assert world.threads.record is not None
+            watch = Watch(world.threads.record, None, limit_s, on_hang, first_step_factor=1)
             stack.callback(watch.stop)
         yield
 
