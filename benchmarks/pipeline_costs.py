@@ -156,7 +156,7 @@ def measure_balance(world: World, rounds: int, mpi: str) -> tuple[list[Row], dic
 
 def possible_cuts(model: Any, count: int) -> list[tuple[int, ...]]:
     """Return the bounds of all cuts into `count` stages that begin with a declaring layer."""
-    starts = sorted({layers[0] for layers in stages.parameter_uses(model).values()} - {0})
+    starts = sorted({layers[0] for layers in model.uses.values()} - {0})
     return [(0, *inner, len(model.layers)) for inner in combinations(starts, count - 1)]
 
 

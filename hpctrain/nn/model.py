@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -61,14 +60,18 @@ class Model:
         self.buffers: dict[str, Parameter] = {}
         #: Of each layer its own names of parameters and buffers, and their full names
         self.layer_names: list[dict[str, str]] = []
-        for (name, layer), shape in zip(self.layers.items(), self.shapes, strict=False):
+        #: The layers that use each parameter or buffer, ascending: the first one declares it
+        self.uses: dict[str, list[int]] = {}
+        layer_shapes = zip(self.layers.items(), self.shapes, strict=False)
+        for i, ((name, layer), shape) in enumerate(layer_shapes):
             self.layer_names.append(self._register_parameters(name, layer.parameters(shape)))
+            for full_name in self.layer_names[i].values():
+                self.uses.setdefault(full_name, []).append(i)
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
         #: The parameter whose dtype the samples take
         self._dtype_parameter = next((n for n, p in self.parameters.items() if not p.wide),
                              next(iter(self.parameters)))  # fmt: skip
-        self.use_counts = Counter(name for names in self.layer_names for name in names.values())
         #: All layers; Part(self, start, stop) selects a range
         self.whole = Part(self, 0, len(self.layers))
 

@@ -51,26 +51,22 @@ class Part:
 
     def __init__(self, model: Model, start: int, stop: int):
         self.start, self.stop = start, stop
+        declaring = {name: layers[0] for name, layers in model.uses.items()}
         uses_here = Counter(
             full for names in model.layer_names[start:stop] for full in names.values()
         )
-        declared_names = [
-            full
-            for layer, names in list(zip(model.layers, model.layer_names, strict=True))[start:stop]
-            for own, full in names.items()
-            if full == f"{layer}.{own}"
-        ]
         #: Parameters and buffers that layers of this part declare, in the model's order
-        self.parameters = {n: p for n, p in model.parameters.items() if n in declared_names}
-        self.buffers = {n: p for n, p in model.buffers.items() if n in declared_names}
+        self.parameters, self.buffers = (
+            {n: p for n, p in slots.items() if start <= declaring[n] < stop}
+            for slots in (model.parameters, model.buffers)
+        )
+        used = {n: p for n, p in model.parameters.items() if n in uses_here}
         #: Parameters that layers before this part declare
-        self.shared = {
-            n: p for n, p in model.parameters.items() if n in uses_here and n not in declared_names
-        }
+        self.shared = {n: p for n, p in used.items() if n not in self.parameters}
         #: Parameters that layers of other parts use too
-        self.tied = tuple(n for n in model.parameters if 0 < uses_here[n] < model.use_counts[n])
+        self.tied = tuple(n for n in used if uses_here[n] < len(model.uses[n]))
         #: Number of uses of each parameter by layers of this part
-        self.use_counts = {n: count for n, count in uses_here.items() if n in model.parameters}
+        self.use_counts = {n: count for n, count in uses_here.items() if n in used}
         layers, seen_names = [], set(self.tied)
         for i, layer in reversed(list(enumerate(model.layers.values()))[start:stop]):
             names = model.layer_names[i]

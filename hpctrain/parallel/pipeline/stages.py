@@ -84,12 +84,11 @@ class StagePlan:
     def owned_names(self, model: nn.Model, rank: int) -> list[str]:
         """Return the parameters that `rank` keeps in its arena, in the model's order."""
         stages = self.stages_of(rank)
-        uses = parameter_uses(model)
-        return [name for name, layers in uses.items() if self.stage_of_layer(layers[0]) in stages]
+        return [n for n, layers in model.uses.items() if self.stage_of_layer(layers[0]) in stages]
 
     def shared_tensors(self, model: nn.Model) -> Iterator[SharedTensor]:
         """Yield the parameters that several stages use, in the model's order."""
-        for name, layers in parameter_uses(model).items():
+        for name, layers in model.uses.items():
             owner = self.stage_of_layer(layers[0])
             stages = [(layer, self.stage_of_layer(layer)) for layer in reversed(layers)]
             if uses := tuple((layer, stage) for layer, stage in stages if stage != owner):
@@ -105,22 +104,13 @@ class StagePlan:
         )
 
 
-def parameter_uses(model: nn.Model) -> dict[str, list[int]]:
-    """Return the layers that use each parameter, ascending: the first one declares it."""
-    uses: dict[str, list[int]] = {name: [] for name in model.parameters}
-    for layer, names in enumerate(model.layer_names):
-        for name in names.values():
-            uses[name].append(layer)
-    return uses
-
-
 def plan_by_hand(
     model: nn.Model, layer_counts: Sequence[int], placement: tuple[int, ...]
 ) -> StagePlan:
     """Return the plan of stages of `layer_counts` layers; raise UsageError if they do not fit."""
     counts = balance.check_cut(layer_counts, len(model.layers), len(placement))
     bounds = (0, *accumulate(counts))
-    own_layers = {layers[0] for layers in parameter_uses(model).values()}
+    own_layers = {layers[0] for layers in model.uses.values()}
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if not own_layers & {*range(start, stop)}:
             names = ", ".join(list(model.layers)[start:stop])
@@ -153,7 +143,7 @@ def plan_by_costs(model: nn.Model, costs: Sequence[float], placement: tuple[int,
 def parameter_counts(model: nn.Model) -> list[float]:
     """Return the number of parameters that each layer declares."""
     counts = [0.0] * len(model.layers)
-    for name, layers in parameter_uses(model).items():
+    for name, layers in model.uses.items():
         counts[layers[0]] += prod(model.parameters[name].shape)
     return counts
 
@@ -179,5 +169,5 @@ def require_stages(model: nn.Model, stages: int) -> None:
 
 def _possible_starts(model: nn.Model) -> list[int]:
     """Return the layers at which a stage may begin: the first, and layers with parameters."""
-    declaring_layers = sorted({layers[0] for layers in parameter_uses(model).values()})
+    declaring_layers = sorted({layers[0] for layers in model.uses.values()})
     return [0, *declaring_layers[1:]]
