@@ -109,9 +109,11 @@ class AsyncMethod(ServerMethod):
         super().__init__(workers)
         self.options = options
         self.push_every, self.pull_every = options.push_every, options.pull_every
-        self.delay_compensation = options.delay_compensation
         self.gradients_per_update = options.gradients_per_update(workers)
-        self.accumulates = self.gradients_per_update > 1
+        self.shard_options = {
+            "delay_compensation": options.delay_compensation,
+            "accumulates": self.gradients_per_update > 1,
+        }
         self.updates_per_step = options.updates_per_step(workers)
         self._version = 0  # the number of updates
         self._added_gradients = 0  # the number of gradients since the last update

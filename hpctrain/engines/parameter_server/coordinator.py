@@ -8,7 +8,7 @@ sequence of orders, and the list of events suffices to replay an asynchronous ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,8 +87,8 @@ class ServerMethod:
     is_lockstep = False  #: every worker takes part in every step
     push_every = pull_every = 1
     updates_per_step = 1.0
-    delay_compensation = 0.0
-    accumulates = False  #: several gradients are added before an update
+    #: what a shard does beside updates: its arguments `delay_compensation` and `accumulates`
+    shard_options: Mapping[str, Any] = {}
 
     def __init__(self, workers: int, has_clocks: bool = True):
         self.workers, self.staleness = workers, Staleness()
@@ -99,7 +99,7 @@ class ServerMethod:
         """Yield the events from step `start` to `until`, the last with `Order.is_last`."""
         raise NotImplementedError
 
-    def replay_events(self, coordinator: Coordinator, interval: Interval) -> Iterator[Event]:
+    def _replay_events(self, coordinator: Coordinator, interval: Interval) -> Iterator[Event]:
         """Yield the events of a log, each after the reports of its workers have arrived."""
         for event in map(Event.from_json, interval["events"]):
             failed = coordinator.flags.failed
@@ -116,13 +116,13 @@ class ServerMethod:
     ) -> Iterator[Event]:
         """Return the events of an interval, as the rule decides or as the log has them."""
         if recorder is not None and recorder.is_replay:
-            return self.replay_events(coordinator, recorder.next_interval(start, until))
+            return self._replay_events(coordinator, recorder.next_interval(start, until))
         return self.events(coordinator, start, until)
 
     def record_interval(
         self, recorder: Recorder, start: int, until: int, history: list[Event]
     ) -> None:
-        """Record the events of an interval, for `replay_events`."""
+        """Record the events of an interval, for a replay."""
         recorder.record_interval(
             start,
             until,

@@ -188,7 +188,7 @@ class ParameterServerEngine(EngineBase):
             push_link = self._world.threads.view_for("server push", push_link)
             pull_link = self._world.threads.view_for("server pull", pull_link)
             self._links += [push_link, pull_link]
-        arena, method = self.replica.arena, self._method
+        arena = self.replica.arena
         links = WorkerLinks(push_link, pull_link, roles.workers)
         shard = self._shard_class(
             arena,
@@ -196,8 +196,7 @@ class ParameterServerEngine(EngineBase):
             optimizer,
             links,
             gather_rows=partial(gather_rows, servers, arena),
-            delay_compensation=method.delay_compensation,
-            accumulates=method.accumulates,
+            **self._method.shard_options,
         )
         return Server(shard, Coordinator(links), self._order_link, self.workers, self._trace)
 

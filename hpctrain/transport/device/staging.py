@@ -49,6 +49,13 @@ class PinnedBuffer(NamedTuple):
     size: int
 
 
+class CopyStream(NamedTuple):
+    """A stream of copies in one direction, of CUDA's `kind`."""
+
+    stream: Any
+    kind: int
+
+
 class Segment(NamedTuple):
     """A segment of an array, in bytes from its start."""
 
@@ -76,13 +83,14 @@ class Staging:
         """Make the streams on the current device."""
         self.host_bytes = 0  #: bytes copied to or from the host
         self._cuda = xp.cuda
-        self._to_host_stream, self._to_device_stream = (
-            xp.cuda.Stream(non_blocking=True) for _ in range(2)
+        kinds = xp.cuda.runtime.memcpyDeviceToHost, xp.cuda.runtime.memcpyHostToDevice
+        self._to_host, self._to_device = (
+            CopyStream(xp.cuda.Stream(non_blocking=True), kind) for kind in kinds
         )
         self._free_buffers: dict[int, list[PinnedBuffer]] = defaultdict(list)
         self._copying: deque[tuple[Any, PinnedBuffer]] = deque()
         # CuPy gives the buffers to others as soon as this thread has ended.
-        weakref.finalize(self, self._to_device_stream.synchronize).atexit = False
+        weakref.finalize(self, self._to_device.stream.synchronize).atexit = False
 
     def record_event(self) -> Any:
         """Return an event after the present work of the current stream."""
@@ -111,25 +119,20 @@ class Staging:
         self, pointer: int, buffer: PinnedBuffer, nbytes: int, awaited_event: Any
     ) -> Any:
         """Start to copy device memory into `buffer` after `awaited_event`; return its event."""
-        kind = self._cuda.runtime.memcpyDeviceToHost
-        return self._copied(
-            self._to_host_stream, buffer.pointer, pointer, nbytes, kind, awaited_event
-        )
+        return self._copied(self._to_host, buffer.pointer, pointer, nbytes, awaited_event)
 
     def copy_to_device(
         self, buffer: PinnedBuffer, pointer: int, nbytes: int, awaited_event: Any
     ) -> Any:
         """Start to copy from `buffer`; it is free again after the returned event."""
-        kind = self._cuda.runtime.memcpyHostToDevice
-        event = self._copied(
-            self._to_device_stream, pointer, buffer.pointer, nbytes, kind, awaited_event
-        )
+        event = self._copied(self._to_device, pointer, buffer.pointer, nbytes, awaited_event)
         self._copying.append((event, buffer))
         return event
 
     def _copied(
-        self, stream: Any, destination: int, source: int, nbytes: int, kind: int, awaited_event: Any
+        self, by: CopyStream, destination: int, source: int, nbytes: int, awaited_event: Any
     ) -> Any:
+        stream, kind = by
         stream.wait_event(awaited_event)
         self.host_bytes += nbytes
         if nbytes:  # an array without elements has no address

@@ -40,7 +40,7 @@ class TaggedMessages:
         self._check_tag(tag)
         specs = [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
         pieces = self._post(self._comm.Isend, specs, dest, tag)
-        return TaggedRequest(self, f"send to rank {dest}", pieces, dest, tag, None, [])
+        return TaggedRequest(self, pieces, dest, tag)
 
     def irecv(self, x: np.ndarray, source: int, tag: int) -> TaggedRequest:
         """Start to fill contiguous `x` from rank `source`, or from `ANY_RANK`.
@@ -51,8 +51,8 @@ class TaggedMessages:
         specs = [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
         posted_at_once = 1 if source == ANY_RANK else len(specs)
         pieces = self._post(self._comm.Irecv, specs[:posted_at_once], source, tag)
-        name = "receive from any rank" if source == ANY_RANK else f"receive from rank {source}"
-        return TaggedRequest(self, name, pieces, source, tag, x.nbytes, specs[posted_at_once:])
+        unposted = specs[posted_at_once:]
+        return TaggedRequest(self, pieces, source, tag, x.nbytes, unposted=unposted)
 
     def post_rest(self, specs: Sequence[Spec], source: int, tag: int) -> list[MPI.Request]:
         """Return requests for the remaining pieces of a message, whose source is known now."""
@@ -88,14 +88,17 @@ class TaggedRequest:
     def __init__(
         self,
         messages: TaggedMessages,
-        name: str,
         pieces: list[MPI.Request],
         peer: int,
         tag: int,
-        expected_bytes: int | None,
-        unposted: list[Spec],
+        expected_bytes: int | None = None,
+        *,
+        unposted: Sequence[Spec] = (),
     ):
-        self.name, self.peer, self.expected_bytes = name, peer, expected_bytes
+        """Exchange `pieces`, later `unposted`, with `peer`; only a receive has `expected_bytes`."""
+        peer_text = "any rank" if peer == ANY_RANK else f"rank {peer}"
+        verb = "send to" if expected_bytes is None else "receive from"
+        self.name, self.peer, self.expected_bytes = f"{verb} {peer_text}", peer, expected_bytes
         self._messages, self._pieces, self.tag, self._unposted = messages, pieces, tag, unposted
         self._status, self._received_bytes = MPI.Status(), 0
 
@@ -113,7 +116,7 @@ class TaggedRequest:
                     self._received_bytes += status.Get_count(MPI.BYTE)
                 if self._unposted:
                     self._pieces = self._messages.post_rest(self._unposted, self.peer, self.tag)
-                    self._unposted = []
+                    self._unposted = ()
         except MPI.Exception as error:
             self._messages.end_if_lost(error)
             raise self._make_error(str(error)) from error
