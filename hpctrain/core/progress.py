@@ -203,6 +203,7 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
         "wall": f"{summary['wall_s']:.2f} s for {_describe_steps(summary)}",
         "compute": _format_share(summary["compute_s"], wall_s),
         "wait (exposed wire)": has_peers and _format_share(summary["wait_s"], wall_s),
+        "wait for data": (wait := summary.get("data_wait_s")) and _format_share(wait, wall_s),
         "wire": has_peers and _format_share(summary["wire_s"], wall_s),
         "steps skipped": skipped and f"{skipped}, whose gradient was not finite",
         "recoveries": describe_losses(summary),

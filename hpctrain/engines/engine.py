@@ -55,6 +55,7 @@ class Times:
     compute_s: float = 0.0  #: forward, backward and update in the main thread
     wait_s: float = 0.0  #: exposed communication: the main thread waits for messages
     wire_s: float = 0.0  #: communication, of the communication thread if the engine has one
+    data_wait_s: float = 0.0  #: the main thread waits for samples, or reads them itself
 
     @contextmanager
     def compute(self, trace: Trace, name: str) -> Iterator[None]:

@@ -64,9 +64,10 @@ class Tasks(AbstractContextManager["Tasks"]):
             )
             steps, timeout_s = self._steps_from(step), self._fit.options.timeout_s
             self._shares = Prefetch(self._read_share, steps, self._segment.prefetch, timeout_s)
-        with self._world.trace.span("wait for data", "other"):
+        with self._world.trace.span("wait for data", "other") as waiting:
             while (share := self._shares.next()).step < step:
                 pass  # a step that the other workers took without this one
+        self._engine.times.data_wait_s += waiting.seconds
         place = share.place
         samples = share.batch.n if self._engine.asynchronous else place.samples
         scale = 1.0 / max(samples * self._targets, 1)

@@ -35,6 +35,7 @@ class Metrics(pydantic.BaseModel):
     compute_s: Number = None
     wait_s: Number = None
     wire_s: Number = None
+    data_wait_s: Number = None
     since_step: Count | None = None
     staleness_mean: Number = None
     staleness_max: Count | None = None
@@ -52,6 +53,7 @@ class RankTimes(pydantic.BaseModel):
     compute_s: list[Number] | None = None
     wait_s: list[Number] | None = None
     wire_s: list[Number] | None = None
+    data_wait_s: list[Number] | None = None
 
 
 class MetricsRow(Metrics):

@@ -30,6 +30,7 @@ FACTS: dict[str, Callable[[Any], str]] = {
     "since_step": "after step {:,}".format,
     "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
     "compute_s": "{:,.2f} s".format, "wait_s": "{:,.2f} s".format, "wire_s": "{:,.2f} s".format,
+    "data_wait_s": "{:,.2f} s".format,
     "lost_ranks": str, "lost_s": "{:,.2f} s".format, "spares_used": str,
     "ettr": lambda share: f"{100 * share:.2f} %",
 }  # fmt: skip
@@ -38,6 +39,7 @@ NAMES = {
     "world_size": "ranks",
     "samples_per_s": "samples/s",
     "wait_s": "wait (exposed wire)",
+    "data_wait_s": "wait for data",
     "lost_s": "time without progress",
     "ettr": "ETTR",
 }

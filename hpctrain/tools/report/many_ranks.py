@@ -17,14 +17,16 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from hpctrain.core.names import counted
-from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
+from hpctrain.core.palette import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION
 from hpctrain.tools.report.record import Loss
 from hpctrain.tools.show.plots import SECONDS_FORMAT, explain
 
 SLOW = 1.2  #: times the median of compute, from which a rank is named
 MAX_NAMED = 6  #: slow ranks that are named
 MAX_HOSTS = 32  #: more names would run into each other
-PARTS = {"compute": BLUE, "wait (exposed wire)": ORANGE, "other": GREY}
+PARTS = {
+    "compute": BLUE, "wait (exposed wire)": ORANGE, "wait for data": GREEN, "other": GREY,
+}  # fmt: skip
 NEAR = 0.04  #: of the axis: the width of a label
 MAX_RANKS = 3  #: more are not named in a label
 MAX_LABELS = 10  #: more would hide the curves
@@ -67,11 +69,15 @@ def plot_many_ranks(
 
 def _draw_stack(axes: Axes, times: Mapping[str, np.ndarray]) -> None:
     """Draw disjoint parts as filled contours, without edges, which would hide narrow bars."""
-    wall, compute, wait = (times[f"{name}_s"] for name in ("wall", "compute", "wait"))
+    wall, compute, wait, data_wait = (
+        times[f"{name}_s"] for name in ("wall", "compute", "wait", "data_wait")
+    )
     edges = np.arange(len(wall) + 1) - 0.5
     floor = np.zeros_like(wall)
-    heights = (compute, wait, np.maximum(wall - compute - wait, 0))
+    heights = (compute, wait, data_wait, np.maximum(wall - compute - wait - data_wait, 0))
     for (label, color), height in zip(PARTS.items(), heights, strict=True):
+        if not height.any():  # of data in memory
+            continue
         axes.stairs(floor + height, edges, baseline=floor, fill=True, color=color, label=label)
         floor = floor + height
     if times["wire_s"].any():

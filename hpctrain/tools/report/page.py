@@ -37,7 +37,7 @@ MAX_LISTED = 16  #: values of a list; of more their range
 #: Headlines of a resumed run that cover only the steps since it was resumed.
 TIMED = {"samples/s", "wall time"}
 #: Keys of the summary in seconds; others that end in _s are rates.
-SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s", "lost_s"}
+SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s", "data_wait_s", "lost_s"}
 #: Keys of the summary that are not words once their underscores are gone.
 WORDS = {
     "world_size": "ranks",
@@ -49,6 +49,7 @@ WORDS = {
     "compute": "time in forward, backward, update",
     "wait": "time waiting for the wire",
     "wire": "time in collectives",
+    "data_wait": "time waiting for data",
     "lost": "time without progress",
     "ettr": "ETTR, the part of the time with progress",
     "bytes_sent_per_rank": "MiB sent, mean of ranks",

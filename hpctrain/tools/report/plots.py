@@ -5,6 +5,7 @@ Lines also differ in their dashes, so that a print in grey can be read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from hpctrain.core.palette import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, plain
 from hpctrain.tools.report.many_ranks import describe_marks, mark_losses, plot_many_ranks
 from hpctrain.tools.report.pipeline import plot_schedule, rank_label
-from hpctrain.tools.report.record import RunRecord
+from hpctrain.tools.report.record import TIMES, RunRecord
 from hpctrain.tools.show.plots import SECONDS_FORMAT, explain, image
 
 LINES: dict[str, dict[str, Any]] = {
@@ -103,12 +104,12 @@ def _plot_rate(record: RunRecord) -> Figure | None:
 def _plot_step_times(record: RunRecord) -> Figure:
     """The time of a step: disjoint parts are stacked, the time on the wire overlays them."""
     steps = record.column("steps")
-    wall, compute, wait, wire = (record.seconds_per_row(f"{x}_s") / steps for x in
-                                 ("wall", "compute", "wait", "wire"))  # fmt: skip
+    times = {x: np.nan_to_num(record.seconds_per_row(x) / steps) for x in (*TIMES, "data_wait_s")}
+    wire = times["wire_s"]
     figure, axes = _make_figure(record, "time of a step on rank 0")
     _step_axis(axes, record)
     begin = record.column("step") - steps
-    _draw_stacked(axes, begin, steps, wall, compute, wait)
+    _draw_stacked(axes, begin, steps, times)
     if wire.any():
         axes.hlines(wire, begin, begin + steps, color=BLACK, linewidth=1.5, label=WIRE)
     _time_axis(figure, axes, "time per step, mean of an interval")
@@ -120,7 +121,7 @@ def _plot_rank_times(record: RunRecord) -> Figure | None:
     times = record.by_rank()
     if not times:
         return None
-    wall, compute, wait, wire = (times[f"{x}_s"] for x in ("wall", "compute", "wait", "wire"))
+    wall, wait, wire = (times[f"{x}_s"] for x in ("wall", "wait", "wire"))
     resume_text = f" since step {record.resumed()[-1]:.0f}" if record.resumed() else ""
     subject = f"time of each rank{resume_text}"
     if len(wall) > LABELS:
@@ -128,7 +129,7 @@ def _plot_rank_times(record: RunRecord) -> Figure | None:
         return plot_many_ranks(_title(record, subject), times, servers, record.rank_hosts)
     figure, axes = _make_figure(record, subject)
     ranks, width = np.arange(len(wall)), 0.6 if wire.any() else 0.8
-    _draw_stacked(axes, ranks - 0.4, np.full(len(wall), width), wall, compute, wait)
+    _draw_stacked(axes, ranks - 0.4, np.full(len(wall), width), times)
     if wire.any():
         axes.bar(ranks + 0.2, wire, 0.2, align="edge", color=BLACK, label=WIRE)
     if 1 < len(wall) <= LABELS:
@@ -203,17 +204,16 @@ def _histogram(axes: Axes, counts: np.ndarray) -> None:
 
 
 def _draw_stacked(
-    axes: Axes,
-    begin: np.ndarray,
-    width: np.ndarray,
-    wall: np.ndarray,
-    compute: np.ndarray,
-    wait: np.ndarray,
+    axes: Axes, begin: np.ndarray, width: np.ndarray, times: Mapping[str, np.ndarray]
 ) -> None:
     """Draw stacked bars of disjoint times that add up to the wall time."""
-    other_s = np.maximum(wall - compute - wait, 0)
+    wall, compute, wait, data_wait = (
+        times[f"{x}_s"] for x in ("wall", "compute", "wait", "data_wait")
+    )
+    other_s = np.maximum(wall - compute - wait - data_wait, 0)
     time_parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
-                  "other (evaluation, checkpoints, reading)": (other_s, GREY)}  # fmt: skip
+                  "wait for data": (data_wait, GREEN),
+                  "other (evaluation, checkpoints)": (other_s, GREY)}  # fmt: skip
     floor = np.zeros_like(wall)
     for label, (height, color) in time_parts.items():
         if not height.any():  # a rank alone never waits

@@ -72,12 +72,15 @@ class RunRecord:
     def by_rank(self) -> dict[str, np.ndarray]:
         """Return the seconds of each rank since the last resumption: {name of TIMES: (ranks,)}.
 
+        `data_wait_s` is among them, 0 where older versions have not counted it.
         `wall_s` is rank 0's for all. Empty where no row has times of ranks.
         """
         row = self.rows[-1] if self.rows else {}
         if not row.get("ranks"):
             return {}
         seconds_by_name = {name: row["ranks"].get(name) or [] for name in TIMES[1:]}
+        older = [0.0] * len(seconds_by_name["compute_s"])  # did not tell it apart
+        seconds_by_name["data_wait_s"] = row["ranks"].get("data_wait_s") or older
         times = {name: np.array(seconds, np.float64) for name, seconds in seconds_by_name.items()}
         if (
             len({len(seconds) for seconds in times.values()}) != 1

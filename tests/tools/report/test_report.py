@@ -37,7 +37,8 @@ def row(step, since=0, **rest):
         "wire_s": 0.4 * intervals,
         "ranks": {"compute_s": [0.5 * intervals, 0.3 * intervals],
                   "wait_s": [0.25 * intervals, 0.6 * intervals],
-                  "wire_s": [0.4 * intervals] * 2},
+                  "wire_s": [0.4 * intervals] * 2,
+                  "data_wait_s": [0.05 * intervals, 0.1 * intervals]},
         **rest,
     }  # fmt: skip
 
@@ -186,6 +187,7 @@ def test_times_of_ranks_are_those_since_the_last_resumption(tmp_path):
     result = {name: seconds.tolist() for name, seconds in read.by_rank().items()}
     assert result == {
         "wall_s": [2, 2], "compute_s": [1, 0.6], "wait_s": [0.5, 1.2], "wire_s": [0.8, 0.8],
+        "data_wait_s": [0.1, 0.2],
     }  # fmt: skip
 
 
