@@ -16,13 +16,13 @@ VARIABLES = {
     # A folder without tables of `hpctrain tune`, which would decide what `auto` chooses.
     "HPCTRAIN_TUNING": str(Path(__file__).parent),
 }
-#: Widths, colors and languages of tables and messages; with CI or BUILD_NUMBER pytest compares two
-#: long arrays of bytes line by line, for minutes; with PYTHONUNBUFFERED ranks write lines in pieces,
-#: which mix in their launcher's output.
+#: Widths, colors and languages of tables and messages. With CI or BUILD_NUMBER pytest compares two
+#: long arrays of bytes line by line, for minutes. With PYTHONUNBUFFERED ranks write their lines in
+#: pieces, which mix in the output of the launcher.
 ABSENT = (
-    "BUILD_NUMBER", "CI", "PYTHONUNBUFFERED", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE",
-    "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PY_COLORS", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
-    "LC_MESSAGES", "LC_NUMERIC", "LC_TIME",
+    "BUILD_NUMBER", "CI", "PYTHONUNBUFFERED", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR",
+    "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PY_COLORS", "LANG", "LANGUAGE",
+    "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "LC_NUMERIC", "LC_TIME",
 )  # fmt: skip
 
 os.environ.update(VARIABLES)
