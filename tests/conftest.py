@@ -118,6 +118,14 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list]:
     return run
 
 
+@pytest.fixture(scope="session")
+def zarr_loop() -> None:
+    """Start the event loop of Zarr, whose thread and descriptors last as long as the process."""
+    import zarr
+
+    zarr.open_group({}, mode="w").create_array("x", shape=(1,), dtype="i4")[:]
+
+
 @pytest.fixture
 def crossed(request: pytest.FixtureRequest) -> Callable[..., list[tuple]]:
     """Cross columns: with --full all rows of the product, else those of `tables.latin`."""

@@ -9,12 +9,26 @@ from hpctrain.core import config
 from hpctrain.core.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
-from hpctrain.data.derived import SelectedSamples, known_targets, resize_training_set, unwrap
+from hpctrain.data.derived import (
+    SelectedSamples,
+    has_known_targets,
+    known_targets,
+    resize_training_set,
+    unwrap,
+)
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
 from hpctrain.data.sampler import EpochOrder, Sampler, dropped_batch, order, order_of, share
 
 if TYPE_CHECKING:
     from hpctrain.data.digit_images import DigitsOptions, MnistOptions
+    from hpctrain.data.formats.options import (
+        Hdf5Options,
+        HuggingFaceOptions,
+        ParquetOptions,
+        SafetensorsOptions,
+        WebdatasetOptions,
+        ZarrOptions,
+    )
     from hpctrain.data.from_function import FunctionData
     from hpctrain.data.idx import IdxOptions
     from hpctrain.data.npy import NpyOptions, NpzOptions
@@ -26,18 +40,25 @@ __all__ = [
     "Dataset",
     "DigitsOptions",
     "EpochOrder",
+    "Hdf5Options",
+    "HuggingFaceOptions",
     "IdxOptions",
     "MnistOptions",
     "NpyOptions",
     "NpzOptions",
+    "ParquetOptions",
     "Prefetch",
+    "SafetensorsOptions",
     "Sampler",
     "Samples",
     "SelectedSamples",
     "Source",
     "Split",
     "TextOptions",
+    "WebdatasetOptions",
+    "ZarrOptions",
     "dropped_batch",
+    "has_known_targets",
     "in_pieces",
     "known_targets",
     "order",
@@ -66,11 +87,17 @@ __getattr__ = lazy_names(
     {
         "DigitsOptions": "digit_images",
         "FunctionData": "from_function",
+        "Hdf5Options": "formats.options",
+        "HuggingFaceOptions": "formats.options",
         "IdxOptions": "idx",
         "MnistOptions": "digit_images",
         "NpyOptions": "npy",
         "NpzOptions": "npy",
+        "ParquetOptions": "formats.options",
+        "SafetensorsOptions": "formats.options",
         "TextOptions": "text",
+        "WebdatasetOptions": "formats.options",
+        "ZarrOptions": "formats.options",
     },
 )
 #: The options class of each data format and built-in data set, by the `kind` of a recipe.
@@ -83,6 +110,12 @@ DATA = LazyTable(
         "npz": "NpzOptions",
         "npy": "NpyOptions",
         "text": "TextOptions",
+        "hdf5": "Hdf5Options",
+        "zarr": "ZarrOptions",
+        "parquet": "ParquetOptions",
+        "webdataset": "WebdatasetOptions",
+        "safetensors": "SafetensorsOptions",
+        "huggingface": "HuggingFaceOptions",
     },
 )
 

@@ -86,9 +86,17 @@ def unwrap(samples: Samples) -> Samples:
     return samples
 
 
+def has_known_targets(samples: Samples) -> bool:
+    """Return whether all targets are in memory or in mapped files."""
+    base = unwrap(samples)
+    if isinstance(base, StoredSamples):
+        return isinstance(base.y, np.ndarray)
+    return isinstance(base, Dataset)
+
+
 def known_targets(samples: Samples) -> Any:
     """Return all targets of samples in memory or in mapped files, else the first few."""
     base = unwrap(samples)
-    if isinstance(base, Dataset | StoredSamples):
+    if isinstance(base, Dataset | StoredSamples) and has_known_targets(base):
         return base.y
     return base.rows(np.arange(min(len(base), SAMPLES_PER_CHECK)))[1]

@@ -43,6 +43,22 @@ def map_array(
             f"{path}: expected {expected_bytes} bytes, as its header says "
             f"({dtype}, {_brief_shape(shape)}), seen {actual_bytes}; copy it again"
         )
+    return map_range(file, path, dtype, shape, offset)
+
+
+def map_range(
+    file: BinaryIO, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
+) -> np.ndarray:
+    """Return the array at byte `offset` of a file that may go on behind it.
+
+    Raises UsageError if the file ends within the array.
+    """
+    end_bytes, actual_bytes = offset + count_bytes(dtype, shape), file.seek(0, 2)
+    if offset < 0 or actual_bytes < end_bytes:
+        raise UsageError(
+            f"{path}: expected {end_bytes} bytes or more, as its header says, seen {actual_bytes}; "
+            "copy it again"
+        )
     if not prod(shape):  # an empty range cannot be mapped
         return reshape_array(path, np.empty(0, dtype), shape)
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

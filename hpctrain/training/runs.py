@@ -19,10 +19,9 @@ from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.xp import on_device
-from hpctrain.data import Dataset, Split, known_targets, unwrap
+from hpctrain.data import Split, has_known_targets, known_targets
 from hpctrain.data.sampler import Sampler
 from hpctrain.data.scaling import Scale, scale_split
-from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.nn.from_function import FunctionModel
 from hpctrain.training import loading, recipe, weights
@@ -173,8 +172,11 @@ def count_outputs(spec: Recipe, split: Split) -> int | None:
     loss = spec.loss or usual_loss
     outputs = loss.count_outputs(targets)
     if loss is nn.cross_entropy:
-        if not isinstance(unwrap(split.train), Dataset | StoredSamples):
-            raise UsageError("[data]: expected the number of classes beside your own Samples")
+        if not has_known_targets(split.train):
+            raise UsageError(
+                "[data]: expected the number of classes beside your own Samples; for labels in "
+                "files give [data] classes"
+            )
         test_labels = targets[:0] if split.test is None else known_targets(split.test)
         if fault := find_invalid_label(test_labels, outputs):
             raise UsageError(f"[data]: test {fault}")

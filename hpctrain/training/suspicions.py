@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.collectives.tree import broadcast_first
-from hpctrain.data import Dataset, Samples, unwrap
-from hpctrain.data.scaling import ScaledSamples
+from hpctrain.data import Dataset, Samples, has_known_targets, known_targets, unwrap
 from hpctrain.data.stored import StoredSamples
 from hpctrain.training.callbacks import Row
 from hpctrain.training.fit import FitSegment
@@ -43,9 +42,9 @@ def find_suspicions(segment: FitSegment, first_row: Row, row: Row) -> list[str]:
 
 def _test_texts(test: Samples | None, row: Row) -> list[str]:
     accuracy, r2 = row.get("test_accuracy"), row.get("test_r2")
-    samples = None if test is None else unwrap(test)
-    if accuracy is not None and isinstance(samples, Dataset | StoredSamples):
-        class_share = np.unique(samples.y, return_counts=True)[1].max() / samples.y.size
+    if accuracy is not None and test is not None and has_known_targets(test):
+        labels = known_targets(test)
+        class_share = np.unique(labels, return_counts=True)[1].max() / labels.size
         if accuracy <= class_share:
             return [
                 f"the test accuracy of {accuracy:.4f} is not above {class_share:.4f}, the share "
@@ -58,10 +57,11 @@ def _test_texts(test: Samples | None, row: Row) -> list[str]:
 
 def _output_texts(replica: Any, test: Samples) -> list[str]:
     base, texts = unwrap(test), list[str]()
-    if not isinstance(base, Dataset | StoredSamples) or not isinstance(base.x, np.ndarray):
+    if not isinstance(base, Dataset | StoredSamples):
         return texts
-    x = base.x[:SAMPLES]
-    x = test.scale.apply(x) if isinstance(test, ScaledSamples) else np.array(x)
+    x, _ = test.rows(np.arange(min(SAMPLES, len(test))))
+    if not isinstance(x, np.ndarray):
+        return texts
     with suppress(Exception):  # of a user's model: the run is done
         outputs = np.asarray(replica.predict(x))
         if np.ptp(x, axis=0).any() and np.ptp(outputs, axis=0).max() <= SAME * abs(outputs).max():

@@ -32,7 +32,11 @@ SHARED_MEMORY = "/dev/shm/"
 CREATED: set[str] = set()  #: paths in SHARED_MEMORY, by `open_noted`
 _open = os.open
 #: Begins of names of threads that may stay, with the reason.
-ALLOWED_THREADS = {"kernels": "the pool of on_host.py, which serves all tests"}
+ALLOWED_THREADS = {
+    "kernels": "the pool of on_host.py, which serves all tests",
+    "tqdm_monitor": "of the progress bars of Hugging Face",
+    "asyncio_": "the pool of Zarr's event loop, which grows as it is used",
+}
 #: Parts of paths whose descriptors and mappings may stay, with the reason.
 ALLOWED_PATHS = {
     "/memfd:device": "memory of stand-ins for GPUs: ranks free it together, at the next allocation",

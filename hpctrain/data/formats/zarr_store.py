@@ -1,0 +1,109 @@
+"""Zarr, formats 2 and 3: arrays of a group, a folder or a .zip file, read by the zarr library.
+
+Whole chunks, or shards of chunks, are decoded, and the last ones kept. A chunk that is not stored
+has the fill value of its array: Zarr does not tell a lost chunk from one that was never written.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import open_regular
+from hpctrain.core.names import unknown
+from hpctrain.core.opening import NAMED
+from hpctrain.data.formats.arrays import (
+    Part,
+    ReadRows,
+    guarded,
+    must_be_numbers,
+    must_be_unpacked,
+    numeric_blocks,
+    refuse_missing,
+)
+from hpctrain.data.formats.libraries import faults_of, load_library
+
+_EXPECTED = "a group of Zarr arrays"
+_REMEDY = "write it with zarr.open_group(path, mode='w'), or copy it again"
+_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+
+
+def probe(path: Path, keys: tuple[str, ...]) -> list[Part]:
+    """Return the arrays `keys` of a group; raise UsageError for other kinds."""
+    group = _open(path)
+    return [_probe_array(path, group, key) for key in keys]
+
+
+def list_keys(path: Path) -> list[str]:
+    """Return the names of a group's arrays."""
+    return sorted(_arrays(path, _open(path)))
+
+
+def _open(path: Path) -> Any:
+    zarr = load_library("zarr", "zarr")
+    if not path.is_dir():
+        open_regular(path, NAMED).close()
+    _must_have_regular_files(path)
+    with faults_of(str(path), _EXPECTED, _REMEDY):
+        return zarr.open_group(str(path), mode="r")
+
+
+def _must_have_regular_files(folder: Path) -> None:
+    for name in _METADATA:
+        if (folder / name).exists():
+            open_regular(folder / name, NAMED).close()
+
+
+def _arrays(path: Path, group: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the arrays of a group and the groups in it, by name."""
+    with faults_of(str(path), _EXPECTED, _REMEDY):
+        arrays = {f"{prefix}{name}": array for name, array in group.arrays()}
+        groups = list(group.groups())
+    for name, inner in groups:
+        arrays |= _arrays(path, inner, f"{prefix}{name}/")
+    return arrays
+
+
+def _array(path: Path, group: Any, key: str) -> Any:
+    _must_have_regular_files(path / key)
+    with faults_of(f"{path}: {key}", "a Zarr array", _REMEDY):
+        item = group.get(key)
+    if item is None or not hasattr(item, "chunks"):
+        raise UsageError(unknown(f"array in {path}:", key, _arrays(path, group)))
+    return item
+
+
+def _probe_array(path: Path, group: Any, key: str) -> Part:
+    array, place = _array(path, group, key), f"{path}: {key}"
+    with faults_of(place, "a Zarr array", _REMEDY):
+        shape, dtype = tuple(array.shape), np.dtype(array.dtype)
+        must_be_numbers(dtype, shape, place)
+        _must_not_run_code(array, place)
+        must_be_unpacked(array.attrs, place)
+        rows, note = _chunk_rows(array), f"{array.nchunks_initialized} of {array.nchunks} chunks"
+    return Part(place, shape, dtype, rows, partial(_open_rows, path, key), note + " stored")
+
+
+def _must_not_run_code(array: Any, place: str) -> None:
+    """Raise UsageError for a codec that would execute code from the file."""
+    metadata = array.metadata.to_dict() if hasattr(array.metadata, "to_dict") else array.metadata
+    if "pickle" in str(metadata).lower():
+        raise UsageError(f"{place}: expected numbers, seen pickles, which can run any code")
+
+
+def _chunk_rows(array: Any) -> int:
+    return int((getattr(array, "shards", None) or array.chunks)[0])
+
+
+def _open_rows(path: Path, key: str) -> ReadRows:
+    array, place = _array(path, _open(path), key), f"{path}: {key}"
+    chunk_rows = max(1, _chunk_rows(array))
+    read: ReadRows = numeric_blocks(
+        array.shape[0], chunk_rows, lambda part: np.asarray(array[part])
+    )
+    read = refuse_missing(read, array.attrs, place)
+    return guarded(read, place, "whole chunks of a Zarr array")

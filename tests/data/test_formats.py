@@ -1,0 +1,439 @@
+"""Data files of other libraries: their rows as written; faulty files and keys are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_files import ROWS, WRITERS, npy_bytes, png, write, write_tar
+
+from hpctrain import data
+from hpctrain.core.errors import DataError, UsageError
+from hpctrain.data.formats import arrays, libraries
+from hpctrain.data.formats.samples import divide_rows
+
+pytestmark = pytest.mark.usefixtures("zarr_loop")
+N = 50
+NUMBERS = np.random.default_rng(0)
+Y = np.arange(N) % 3
+SAMPLES = {
+    "float32": NUMBERS.standard_normal((N, 4)).astype("f4"),
+    "float64": NUMBERS.standard_normal((N, 3, 2)),
+    "images": NUMBERS.integers(0, 255, (N, 5, 6)).astype("u1"),
+    "int16": NUMBERS.integers(-99, 99, (N, 4)).astype("i2"),
+}
+ORDERS = ([7, 0, 49, 7, 20], [*range(N)], [], [49, 48, 3])
+
+
+def load(table: dict, **keys: object) -> data.Split:
+    return data.read({**table, **keys}).load(seed=5)
+
+
+def refused(act, message: str, error_class=UsageError) -> None:
+    with pytest.raises(error_class, match=message):
+        act()
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_are_as_written(tmp_path, name, kind):
+    x = SAMPLES[kind]
+    train = load(write(name, tmp_path, x, Y), scale="none").train
+    assert (len(train), train.sample_shape) == (N, x.shape[1:])
+    for order in ORDERS:
+        indexes = np.array(order, np.int64)
+        x_read, y_read = train.rows(indexes)
+        assert x_read.dtype == x.dtype and x_read.tobytes() == x[indexes].tobytes()
+        assert y_read.dtype == np.int64 and np.array_equal(y_read, Y[indexes])
+        x_read[...] = 0  # a copy
+    chunked = {"zarr", "parquet", "webdataset", "hdf5, gzip"}
+    assert train.chunk_rows == (ROWS if name in chunked else None)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_share_divides_a_set_by_seed_alone(tmp_path, name):
+    x, table = SAMPLES["float32"], write(name, tmp_path, SAMPLES["float32"], Y)
+    train, test, _ = load(table, test_share=0.3)
+    rows = divide_rows(N, 0.3, seed=5)
+    for samples, own in zip((train, test), rows, strict=True):
+        assert np.array_equal(samples.rows(np.arange(len(samples)))[0], x[own])
+    assert sorted(np.concatenate(rows)) == [*range(N)] and len(rows[1]) == 15
+    assert not np.array_equal(divide_rows(N, 0.3, seed=6)[1], rows[1])
+    assert train.chunk_rows == (None if load(table).train.chunk_rows is None else 4)
+
+
+PATTERNS = {
+    "hdf5": "d.h5",
+    "zarr": "d.zarr",
+    "parquet": "d.parquet",
+    "safetensors": "d.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_files_of_a_pattern_are_joined_in_the_order_of_their_names(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(arrays, "OPEN_FILES", 2)
+    x, bounds = SAMPLES["float32"], [0, 1, 20, 33, N]
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        table = write(name, tmp_path / f"part-{3 * i:02d}", x[first:end], Y[first:end])
+    pattern = str(tmp_path / "part-*" / PATTERNS[name])
+    train = load(table, path=pattern).train
+    for order in ORDERS:
+        x_read, y_read = train.rows(np.array(order, np.int64))
+        assert np.array_equal(x_read, x[order]) and np.array_equal(y_read, Y[order])
+    copy = pickle.loads(pickle.dumps(train))  # for a process that is spawned
+    assert np.array_equal(copy.rows(np.array([3, 40]))[0], x[[3, 40]])
+    write(name, tmp_path / "part-05", x[:4].astype("f8"), Y[:4])
+    refused(
+        lambda: load(table, path=pattern), r"part-05.*expected rows of float32.*as in .*part-00"
+    )
+    refused(lambda: load(table, path=str(tmp_path / "*.no")), "seen none that matches")
+
+
+def test_only_blocks_in_use_are_decoded_and_few_are_kept(monkeypatch):
+    decoded = []
+
+    def block(rows: slice) -> np.ndarray:
+        decoded.append((rows.start, rows.stop))
+        return np.arange(rows.start, rows.stop)[:, None]
+
+    read = arrays.numeric_blocks(23, 5, block)
+    assert read(np.array([1, 4, 22]))[:, 0].tolist() == [1, 4, 22]
+    assert decoded == [(0, 5), (20, 23)]
+    read(np.array([2, 21]))
+    assert len(decoded) == 2
+    monkeypatch.setattr(arrays, "CACHE_BYTES", 40)
+    assert read(np.arange(23))[:, 0].tolist() == [*range(23)]
+    assert decoded[2:] == [(5, 10), (10, 15), (15, 20), (20, 23)]  # the first was there
+    read(np.array([22]))
+    read(np.array([3]))
+    assert decoded[6:] == [(0, 5)]
+
+
+def test_sets_by_name(tmp_path):
+    import datasets
+
+    x = SAMPLES["float32"]
+    table = write("hdf5", tmp_path, x, Y)
+    named = load(table, x_test="in/x", y_test="y")
+    assert len(named.test) == N and len(load(table, test_path=table["path"]).test) == N
+    features = datasets.Features({
+        "x": datasets.Sequence(datasets.Value("float32"), length=4),
+        "y": datasets.ClassLabel(names=["a", "b", "c", "d"]),
+    })  # fmt: skip
+    parts = {"train": slice(0, 30), "validation": slice(30, N)}
+    datasets.disable_progress_bars()
+    splits = {
+        name: datasets.Dataset.from_dict({"x": x[part].tolist(), "y": Y[part]}, features=features)
+        for name, part in parts.items()
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "s")
+    table = {"kind": "huggingface", "path": str(tmp_path / "s"), "x": "x", "y": "y"}
+    train, test, classes = load(table, test_split="validation")
+    assert (len(train), len(test), classes) == (30, 20, 4)  # of the label, not of its values
+    assert np.array_equal(test.rows(np.array([3]))[0], x[[33]])
+    refused(lambda: load(table, test_split="validatoin"), "did you mean 'validation'")
+    refused(lambda: load(table, test_split="validation", test_share=0.1), "one way to a test set")
+
+
+WAYS = [
+    ({"x_test": "in/x", "y_test": "y", "test_share": 0.1}, "seen x_test and test_share"),
+    ({"test_path": "a", "test_share": 0.1}, "seen test_path and test_share"),
+    ({"x_test": "in/x"}, "x_test and y_test, seen only one"),
+    ({"test_share": 0.999}, "leaves none to train on"),
+    ({"test_share": 1.0}, "test_share"),
+    ({"x": "in/z"}, "unknown array in .*d.h5: 'in/z'; did you mean 'in/x'"),
+    ({"x": "in"}, "unknown array"),
+    ({"x": ""}, "unknown array"),
+    ({"x": "y"}, r"x is of shape \(50,\)"),
+    ({"classes": 2}, "label 2 of sample 2 is out of range"),
+    ({"path": "missing.h5"}, "expected a file, seen nothing"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), WAYS)
+def test_keys_that_name_no_sets_are_refused(tmp_path, keys, message):
+    table = write("hdf5", tmp_path, SAMPLES["float32"], Y)
+    refused(lambda: load(table, **keys), message)
+
+
+# --- columns -------------------------------------------------------------------------------------
+
+
+def parquet_file(folder: Path, **columns: object) -> dict:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns = {"y": [0, 1, 2], "a": [1, 2, 3], "b": [1, 2, 3], **columns}
+    parquet.write_table(pa.table(columns), folder / "d.parquet", row_group_size=2)
+    return {"kind": "parquet", "path": str(folder / "d.parquet"), "x": ["a", "b"], "y": "y"}
+
+
+GREY = np.arange(12, dtype="u1").reshape(3, 4)
+COLOUR = np.arange(36, dtype="u1").reshape(3, 4, 3)
+
+
+def test_columns_side_by_side_have_a_dtype_that_holds_all(tmp_path):
+    table = parquet_file(tmp_path, a=[1, 2, 3], b=[0.5, 1.5, -1.0])
+    x, _ = load(table).train.rows(np.array([2, 0]))
+    assert x.dtype == np.float64 and x.tolist() == [[3.0, -1.0], [1.0, 0.5]]
+    table = parquet_file(tmp_path, a=[1, 2, 2**60 + 1], b=[0.5, 1.5, -1.0])
+    train = load(table).train
+    train.rows(np.array([0, 1]))
+    refused(lambda: train.rows(np.array([2])), "a: expected integers that float64", DataError)
+
+
+@pytest.mark.parametrize("image", [GREY, COLOUR], ids=["grey", "colour"])
+def test_images_in_columns_and_members_are_pixels(tmp_path, image):
+    images = np.stack([image, image + 1, image + 2])
+    data_ = [png(item) for item in images]
+    tables = [
+        parquet_file(tmp_path, a=data_) | {"x": "a"},
+        parquet_file(tmp_path, a=[{"bytes": item, "path": "p"} for item in data_]) | {"x": "a"},
+    ]
+    for table in tables:
+        x, _ = load(table, scale="none").train.rows(np.array([2, 0]))
+        assert x.dtype == np.uint8 and np.array_equal(x, images[[2, 0]])
+    train = load(tables[0], shift=1, flip=True).train  # as images of every kind
+    assert train.rows(np.array([1]))[0].max() <= 1
+
+
+BAD_COLUMNS = {
+    "text": ({"a": ["p", "q", "r"]}, "d.parquet: a: expected numbers.*seen string.*unique"),
+    "null": ({"a": [1.0, None, 2.0]}, "a: 1 values are missing .null., the first in row 1"),
+    "null in the targets": ({"y": [0, 1, None]}, "y: 1 values are missing .null., .* row 2"),
+    "lists": ({"a": [[1], [2], [3]]}, "a: expected a number per row.*name this column alone"),
+    "time": ({"a": np.array([1, 2, 3], "M8[s]")}, "seconds as float64"),
+    "no rows": ({"y": [], "a": [], "b": []}, "expected rows, seen none"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COLUMNS)
+def test_columns_of_no_numbers_are_refused(tmp_path, name):
+    columns, message = BAD_COLUMNS[name]
+    table = parquet_file(tmp_path, **columns)
+    refused(lambda: load(table), message)
+    refused(lambda: load(table, x=["a", "bb"]), "unknown column in .*d.parquet: 'bb'; did you")
+    refused(lambda: load(table, x=[]), "expected columns, seen none")
+
+
+NULL = r"a: a value is missing \(null\) in row 2|a: 1 values are missing"
+FINITE = [[1.0, 2.0], [1.0, 2.0]]
+BAD_CELLS = {
+    "lengths": ([*FINITE, [1.0]], "a: expected lists of 2.* seen 1 in row 2"),
+    "null lists": ([*FINITE, None], NULL),
+    "null in lists": ([*FINITE, [None, 1.0]], NULL),
+    "not finite": ([*FINITE, [np.inf, 1.0]], "x holds inf in sample 2, row 2 of .*: a, column 0"),
+    "no image": ([png(GREY), png(GREY), b"\x89PNG"], "a: row 2.*expected a whole image"),
+    "cut image": ([png(GREY), png(GREY), png(GREY)[:-40]], "a: row 2.*expected a whole image"),
+    "other image": ([png(GREY), png(GREY), png(COLOUR)], r"row 2: expected uint8 \(3, 4\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CELLS)
+def test_cells_are_checked_when_they_are_read(tmp_path, name):
+    values, message = BAD_CELLS[name]
+    table = parquet_file(tmp_path, a=values) | {"x": "a"}
+    refused(lambda: load(table).train.rows(np.array([0, 2])), message)
+
+
+# --- damaged files -------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def text(path: Path) -> None:
+    path.write_text("x,y\n1,2\n" * 40)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+FAULTS = {
+    "cut": cut,
+    "text": text,
+    "empty": lambda path: path.write_bytes(b""),
+    "FIFO": fifo,
+    "missing": Path.unlink,
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+}
+FILES = [
+    ("hdf5", "d.h5"),
+    ("safetensors", "d.safetensors"),
+    ("parquet", "d.parquet"),
+    ("webdataset", "d-00007.tar"),
+    ("zarr", "d.zarr/zarr.json"),
+    ("zarr", "d.zarr/x/zarr.json"),
+    ("huggingface", "d/train/state.json"),
+    ("huggingface", "d/train/data-00000-of-00001.arrow"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_files_that_are_damaged_are_refused(tmp_path, name, file, fault):
+    table = write(name, tmp_path, SAMPLES["float32"], Y)
+    if name == "webdataset":  # one file of a pattern
+        table["path"] = str(tmp_path / file)
+    FAULTS[fault](tmp_path / file)
+    with pytest.raises(UsageError, match=r"expected|unknown array") as caught:
+        load(table)
+    assert str(tmp_path) in str(caught.value)
+
+
+CHUNKS = {"zarr": ("d.zarr/x/c/6/0", b"", 0), "hdf5, gzip": ("d.h5", b"\x78\x5e", 12)}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_that_are_damaged_are_named_when_they_are_read(tmp_path, name):
+    table, (file, mark, offset) = write(name, tmp_path, SAMPLES["float32"], Y), CHUNKS[name]
+    content = bytearray((tmp_path / file).read_bytes())
+    at = (content.rfind(mark) if mark else 0) + offset
+    content[at : at + 16] = b"\xff" * 16
+    (tmp_path / file).write_bytes(content)
+    train = load(table).train
+    train.rows(np.arange(42))
+    with pytest.raises(DataError, match=r"x, rows 4\d .. 49: expected .*; copy it again"):
+        for i in range(42, N):
+            train.rows(np.array([i, 49]))
+
+
+def test_a_file_that_another_process_writes_to_is_refused(tmp_path):
+    table = write("hdf5", tmp_path, SAMPLES["float32"], Y)
+    script = f"import h5py; f = h5py.File({table['path']!r}, 'r+'); print(1, flush=True); input()"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        writer.stdout.readline()
+        refused(lambda: load(table), "d.h5: .* locked.*HDF5_USE_FILE_LOCKING")
+    finally:
+        writer.communicate(b"\n")
+    assert len(load(table).train) == N
+
+
+FORKED = """
+import os, sys
+import numpy as np
+from hpctrain import data
+train = data.read({"kind": "hdf5", "path": sys.argv[1], "x": "in/x"}).load(0).train
+train.rows(np.arange(2))
+if os.fork():
+    os.wait()
+else:
+    try:
+        train.rows(np.arange(2))
+    except Exception as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_hdf5_does_not_cross_a_fork(tmp_path):
+    table = write("hdf5", tmp_path, SAMPLES["float32"], Y)
+    command = [sys.executable, "-c", FORKED, table["path"]]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "before this process was forked" in output and "by spawn" in output
+
+
+def hdf5_with(folder: Path, change) -> dict:
+    import h5py
+
+    table = write("hdf5", folder, SAMPLES["float32"], Y)
+    with h5py.File(table["path"], "r+") as file:
+        change(file, h5py)
+    return table
+
+
+def external(file, h5py) -> None:
+    del file["in/x"]
+    file["in/x"] = h5py.ExternalLink("other.h5", "x")
+
+
+def virtual(file, h5py) -> None:
+    del file["in/x"]
+    layout = h5py.VirtualLayout((N, 4), "f4")
+    layout[:] = h5py.VirtualSource("other.h5", "x", (N, 4))
+    file.create_virtual_dataset("in/x", layout)
+
+
+def replaced(array: object):
+    def change(file, h5py) -> None:
+        del file["in/x"]
+        file["in/x"] = array
+
+    return change
+
+
+ODD_ARRAYS = {
+    "a link to another file": (external, "seen a link to other.h5"),
+    "virtual": (virtual, "one in other files"),
+    "texts": (replaced(["a"] * N), "in/x: expected real numbers"),
+    "complex": (replaced(np.ones((N, 2), complex)), "seen dtype complex128"),
+    "records": (replaced(np.zeros(N, "i4,f4")), "expected real numbers"),
+    "a number": (replaced(1.0), r"expected an array of rows, seen shape \(\)"),
+    "no rows": (replaced(np.zeros((0, 4))), "expected an array of rows"),
+    "fewer": (replaced(np.zeros((3, 4))), "x has 3 samples but y has 50"),
+    "packed": (lambda file, _: file["in/x"].attrs.update(scale_factor=2.0), "packed ones"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_ARRAYS)
+def test_arrays_of_no_rows_of_numbers_are_refused(tmp_path, name):
+    change, message = ODD_ARRAYS[name]
+    table = hdf5_with(tmp_path, change)
+    refused(lambda: load(table), message)
+
+
+MEMBERS = {"a.npy": npy_bytes(GREY), "a.cls": b"1"}
+ODD_SHARDS = {
+    "no members": ({}, "expected samples, seen none"),
+    "another extension": (
+        {"a.npy": npy_bytes(GREY), "a.txt": b"1"},
+        "'a': unknown extension 'cls'",
+    ),
+    "text": (MEMBERS | {"a.cls": b"cat"}, r"\.cls of row 0: expected a number, seen 'cat'"),
+    "one lacks": (MEMBERS | {"b.cls": b"1"}, "sample 'b': unknown extension 'npy'"),
+    "other shape": (
+        MEMBERS | {"b.npy": npy_bytes(GREY[:1]), "b.cls": b"1"},
+        "npy of row 1: expected",
+    ),
+    "objects": (MEMBERS | {"a.npy": npy_bytes(np.array([None]))}, "seen Python objects"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_SHARDS)
+def test_shards_of_odd_members_are_refused(tmp_path, name):
+    members, message = ODD_SHARDS[name]
+    write_tar(tmp_path / "d.tar", members)
+    table = {"kind": "webdataset", "path": str(tmp_path / "d.tar"), "x": "npy"}
+    refused(lambda: load(table).train.rows(np.arange(2)), message)
+
+
+def test_a_pickle_in_a_zarr_array_is_not_run(tmp_path):
+    import zarr
+
+    group = zarr.open_group(str(tmp_path / "d.zarr"), mode="w", zarr_format=2)
+    for key in "xy":
+        group.create_array(key, shape=(N, 4), chunks=(ROWS, 4), dtype="f4")
+        path = tmp_path / "d.zarr" / key / ".zarray"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"compressor": {"id": "pickle"}}))
+    table = {"kind": "zarr", "path": str(tmp_path / "d.zarr")}
+    # Newer versions of Zarr refuse it themselves.
+    refused(lambda: load(table), "seen pickles, which can run any code|object_codec_id.*pickle")
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    refused(lambda: libraries.load_library("h5py", "hdf5"), r"pip install 'hpctrain\[hdf5\]'")
