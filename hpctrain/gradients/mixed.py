@@ -27,7 +27,7 @@ import numpy as np
 from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.gradients.loss_scale import LossScale
-from hpctrain.gradients.replica import Batch, ModelReplica, WrappedReplica, split_batch
+from hpctrain.gradients.replica import Batch, ModelReplica, WrappedReplica, needed, split_batch
 
 
 def half_dtype(name: str) -> np.dtype:
@@ -67,11 +67,12 @@ class MixedReplica(WrappedReplica):
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         metric_sums: nn.Sums = {}
         key = self._round_params(key)
+        grad_views = needed(key, self._grad_views)
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
 
             def take_slot(name: str, accumulate: bool = i > 0, is_last: bool = is_last) -> None:
-                slot_grad, g = self._grad_views[name], self._grads[name]
+                slot_grad, g = grad_views[name], self._grads[name]
                 if self.loss_scale is not None:
                     g = xp.widened(g) * (1 / self.loss_scale.factor)
                 if accumulate:
@@ -101,7 +102,8 @@ class MixedReplica(WrappedReplica):
     def _compute_gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        planes = self._params, self._grads, batch.inputs, batch.targets
+        params = needed(key, self._params)
+        planes = params, self._grads, batch.inputs, batch.targets
         return self.model.gradient(*planes, scale, key, on_ready)
 
     def _compute_until_finite(
@@ -145,16 +147,17 @@ class MixedReplica(WrappedReplica):
         return bool(flags[0]), bool(flags[1])
 
     def _round_params(self, key: nn.Key) -> nn.Key:
-        """Round all parameters now, or each in the `on_need` of the returned key."""
+        """Round all parameters now, or each in the first `on_need` of the returned key."""
         on_need = key.on_need
         if on_need is None:
             self._round_all_params()
             return key
 
+        unrounded_slots = dict(self._slots)
+
         def round_slot(name: str) -> None:
             on_need(name)
-            if name in self._slots:
-                slot = self._slots[name]
+            if slot := unrounded_slots.pop(name, None):
                 elements = slice(slot.offset, slot.stop)
                 self._half_params[elements] = self.arena.param[elements]
 

@@ -174,11 +174,12 @@ class ModelReplica:
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         metric_sums: nn.Sums = {}
-        grads = GradientSums(self.model.whole, self._grads, self.micro_batches, on_ready)
+        params, views = needed(key, self._params), needed(key, self._grads)
+        grads = GradientSums(self.model.whole, views, self.micro_batches, on_ready)
         for piece, first in split_batch(batch, self.micro_batches):
             piece_key = key._replace(first=key.first + first)
             piece_sums = self.model.add_gradient(
-                self._params, grads, piece.inputs, piece.targets, scale, piece_key
+                params, grads, piece.inputs, piece.targets, scale, piece_key
             )
             metric_sums = nn.add(metric_sums, piece_sums)
         return metric_sums
@@ -246,6 +247,33 @@ def need_all(key: nn.Key, names: Iterable[str]) -> None:
     if key.on_need is not None:
         for name in names:
             key.on_need(name)
+
+
+class NeededArrays(Mapping[str, Any]):
+    """Arrays of slots; each slot is needed before its array is handed out, see `Key.on_need`.
+
+    So a sum that waits for its update is applied before the parameter is read, and before the next
+    gradient is written where the sum lies, whatever a user's model calls.
+    """
+
+    def __init__(self, on_need: Callable[[str], None], arrays: Mapping[str, Any]):
+        self._on_need, self._arrays = on_need, arrays
+
+    def __getitem__(self, name: str) -> Any:
+        """Need slot `name`; return its array."""
+        self._on_need(name)
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def needed(key: nn.Key, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `arrays`, as NeededArrays if updates wait for `key.on_need`."""
+    return arrays if key.on_need is None else NeededArrays(key.on_need, arrays)
 
 
 def ignore_ready(name: str) -> None:

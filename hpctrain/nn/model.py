@@ -128,9 +128,7 @@ class Model:
         `x` is (n, *input_shape) in any real dtype, or a tree of such arrays; `y` holds the targets
         of the loss, mostly (n,) integers; neither is written. `on_ready(name)` is called once per
         parameter, directly after the last write of its gradient; parameters of the last layer
-        come first. `key.on_need(name)` is called before a layer reads a parameter or buffer, and
-        for every name before backward begins. Raises UsageError if samples have another shape than
-        `input_shape`.
+        come first. Raises UsageError if samples have another shape than `input_shape`.
         """
         return self.add_gradient(
             params, GradientSums(self.whole, grads, 1, on_ready), x, y, scale, key

@@ -83,15 +83,12 @@ class Part:
         """Return the output of the last layer and the tape for `backward`, empty without `key`.
 
         `params` holds an array for each parameter and buffer that the part uses. Buffers are
-        written in training. `key.on_need(name)` is called before a layer reads an array.
+        written in training.
         """
         tape: list[Any] = []
         for layer in self._layers:
             if key is not None:
                 key = key._replace(layer=layer.number)
-                if key.on_need is not None:
-                    for name in layer.names.values():
-                        key.on_need(name)
             p = {own: params[name] for own, name in layer.names.items()}
             x, saved = layer.layer.forward(p, x, key)
             if key is not None:

@@ -17,7 +17,6 @@ from ranks import on_ranks, run_on
 
 from hpctrain import collectives, data, engines, nn, optim
 from hpctrain.collectives.ring import ring
-from hpctrain.core.errors import UsageError
 from hpctrain.engines.synchronous import node_shared_params, update
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.run_options import FitOptions
@@ -222,38 +221,29 @@ def first_gradients(world, algorithm: str, method: str) -> list[np.ndarray]:
     return observed
 
 
-class Unannounced(nn.Model):
-    """A model that calls `on_need` for the parameters of its `announced` layers alone."""
+class Silent(nn.Model):
+    """A model that passes on no `on_need` after its first steps."""
 
-    announced: tuple[str, ...] = ()
+    first_steps = 0
 
     def add_gradient(self, params, grads, x, y, scale, key):
-        call = key.on_need
-
-        def on_need(name):
-            if name.startswith(self.announced):
-                call(name)
-
-        key = key._replace(on_need=on_need if self.announced else None)
+        if key.step >= self.first_steps:
+            key = key._replace(on_need=None)
         return super().add_gradient(params, grads, x, y, scale, key)
 
 
-@pytest.mark.parametrize(
-    ("announced", "message"),
-    [((), "no call for 'a.bias' and 3 more in the first gradient;"),
-     (("a", "b.bias"), "no call for 'b.weight' in the first gradient; add the calls, or set")],
-)  # fmt: skip
+@pytest.mark.parametrize(("first_steps", "micro_batches"), [(0, 1), (2, 1), (2, 2)])
 @on_ranks(2, 3, mpi=(2,))
-def test_priority_needs_a_model_that_says_when_it_reads_parameters(ranks, announced, message):
+def test_priority_applies_all_sums_whatever_a_model_calls(ranks, first_steps, micro_batches):
     def body(world):
-        layers = {"flat": nn.Flatten(), "a": nn.Linear(7), "b": nn.Linear(10)}
-        model = Unannounced(layers, (8, 8))
-        model.announced = announced
-        trainer = Trainer(model, optim.sgd(0.1), engine("priority"), world=world)
-        start = trainer.replica.arena.param.copy()
-        with pytest.raises(UsageError, match=message):
-            trainer.fit(digits(), steps=3, batch=BATCH)
-        trainer.close()
-        return np.array_equal(trainer.replica.arena.param, start)
+        results = []
+        for way in ("priority", "overlap"):
+            model = Silent({"flat": nn.Flatten(), "a": nn.Linear(7), "b": nn.Linear(10)}, (8, 8))
+            model.first_steps = first_steps
+            trainer = Trainer(model, optim.sgd(0.1, momentum=0.9), engine(way), world=world)
+            trainer.fit(digits(), steps=5, batch=BATCH, micro_batches=micro_batches)
+            results.append(trainer.replica.arena.param.tobytes())
+            trainer.close()
+        return results[0] == results[1]
 
     assert all(ranks(body))

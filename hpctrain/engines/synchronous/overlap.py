@@ -37,7 +37,6 @@ import numpy as np
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.core.errors import ModelError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.synchronous.update import PartwiseUpdate, ReplicatedUpdate
 from hpctrain.gradients import buckets
@@ -133,16 +132,13 @@ class UpdateOnNeed(ReplicatedUpdate):
         """Keep the whole state, then make the reducer; waits are added to `times`. Collective."""
         super().__init__(world.link, arena, optimizer)
         self.own = None
-        self._world, self._reducer = world, make_reducer()
+        self._reducer = make_reducer()
         self._times, self._trace = times, world.trace
         self.mark_ready, self.close = self._reducer.mark_ready, self._reducer.close
         parts = [slice(x.bucket.start, x.bucket.stop) for x in self._reducer.sums]
         self._bucket_update = PartwiseUpdate(
             optimizer, self.state, arena.param, arena.layout, parts
         )
-        self._is_checked = False
-        # slots for which no gradient has called on_need yet
-        self._unrequested_names = {slot.name for slot in arena.slots}
         self._unapplied_buckets: set[int] = set()  # buckets whose sums are not applied yet
 
     @property
@@ -152,17 +148,11 @@ class UpdateOnNeed(ReplicatedUpdate):
 
     def wait(self) -> np.ndarray:
         """Return the plane of gradients, while sums are on the wire."""
-        self._unapplied_buckets.clear()
+        assert not self._unapplied_buckets  # a gradient was written over a sum
         return self._arena.grad
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Begin to wait for the sums of a step.
-
-        Raises ModelError if the first gradient has not called `on_need` for each parameter.
-        """
-        if not self._is_checked:
-            self._world.on_all_ranks(self._check_calls)
-            self._is_checked = True
+        """Begin to wait for the sums of a step."""
         self._reducer.finish_backward()
         self._unapplied_buckets.update(range(len(self._reducer.sums)))
 
@@ -174,7 +164,6 @@ class UpdateOnNeed(ReplicatedUpdate):
 
     def on_need(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""
-        self._unrequested_names.discard(name)
         number = self._reducer.bucket_number(name)
         while number in self._unapplied_buckets:
             self._apply_next(number)
@@ -195,13 +184,3 @@ class UpdateOnNeed(ReplicatedUpdate):
         self._unapplied_buckets.discard(number)
         if not self._unapplied_buckets:
             self._bucket_update.count()
-
-    def _check_calls(self) -> None:
-        if slot_names := self._unrequested_names:
-            self._reducer.wait()  # no transfer may be under way when training ends
-            more_text = f" and {len(slot_names) - 1} more" * (len(slot_names) > 1)
-            raise ModelError(
-                "[wire] priority: expected a model that calls key.on_need(name) before it first "
-                f"reads a parameter, seen no call for '{min(slot_names)}'{more_text} in the first "
-                "gradient; add the calls, or set priority = false"
-            )
