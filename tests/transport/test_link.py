@@ -68,6 +68,26 @@ def test_wait_any_is_recorded_as_a_wait_for_all_ranks_without_a_size(ranks):
     ranks(body)
 
 
+@on_ranks(mpi=(2,))
+@pytest.mark.parametrize(("survives", "piece_bytes"), [(True, 64), (False, 8)])
+def test_an_all_reduce_of_mpi_with_losses_or_in_pieces_is_a_recorded_wait(
+    ranks, monkeypatch, survives, piece_bytes
+):
+    def body(world):
+        calls, x = world.link.endpoint.waits, numbers(1, 2)
+        calls.entry = (record := WatchRecord(world.rank, world.size)).entry("main")
+        monkeypatch.setattr(calls, "max_piece_bytes", piece_bytes)
+        monkeypatch.setattr(calls.family, "survives", survives)
+        world.link.endpoint.native.bind_allreduce(x, np.add)()
+        assert x.tolist() == [2, 4]
+        (snapshot,) = record.node_snapshots(history=True)
+        waits = [(call.operation, call.peer, call.nbytes) for call in snapshot.history]
+        assert waits == [("MPI_Allreduce", -1, 16)] * (16 // min(piece_bytes, 16))
+        assert not snapshot.waiting_calls
+
+    ranks(body)
+
+
 @on_ranks(1, 2, 3, 4, 5)
 def test_split_orders_by_key(ranks):
     def body(world):

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
 from hpctrain.transport.mpi.calls import MpiCalls
+from hpctrain.transport.mpi.fault_tolerance import ALL_PEERS
 from hpctrain.transport.mpi.requests import cut_pieces
 from hpctrain.watch import unrecorded
 
@@ -62,20 +63,24 @@ class MpiCollectives:
         spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
         call = partial(MPI.Comm.Allreduce, self._comm, MPI.IN_PLACE, spec, ops[op])
         if self._calls.family.survives:
-            call = partial(self._call, call)
+            return partial(self._call, call, x.nbytes)
         return unrecorded(call, self._calls, b"MPI_Allreduce", x.nbytes)
 
-    def _call(self, call: Callable[[], Any]) -> None:
+    def _call(self, call: Callable[[], Any], nbytes: int) -> None:
+        """Make a call, with a note in the record: the watch detects only calls without a frame."""
+        entry = self._calls.entry
+        entry.enter(b"MPI_Allreduce", ALL_PEERS, nbytes)
         try:
             call()
         except MPI.Exception as error:
-            raise self._calls.make_call_error("MPI_Allreduce", -1, 0, error) from error
+            raise self._calls.make_call_error("MPI_Allreduce", ALL_PEERS, nbytes, error) from error
+        entry.leave()
 
     def _reduce_in_pieces(self, x: np.ndarray, native_op: MPI.Op) -> None:
         aligned = x if x.flags.aligned else x.copy()  # mpi4py has no unaligned datatypes
         for piece in cut_pieces(aligned, self._calls.max_piece_bytes):
             call = partial(self._comm.Allreduce, MPI.IN_PLACE, piece, native_op)
-            unrecorded(partial(self._call, call), self._calls, b"MPI_Allreduce", x.nbytes)()
+            self._call(call, x.nbytes)
         if aligned is not x:
             x[...] = aligned
 
