@@ -28,7 +28,7 @@ from hpctrain.checkpoint.format import Piece
 from hpctrain.checkpoint.requests import ArrayFacts, Reader
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.collectives.tree import broadcast_bytes
-from hpctrain.core.errors import LostStateError
+from hpctrain.core.errors import RecoveryError
 from hpctrain.core.files import MIB
 from hpctrain.core.xp import address_of, on_device, to_host
 from hpctrain.transport.link import Link
@@ -204,14 +204,14 @@ def _deal_reads(reads: Iterable[Read], size: int) -> list[list[Read]]:
     """Return the reads that each rank sends, and remove the ranks that hold the extent themselves.
 
     Extents with a single holder are dealt first, so that the others even out the load. Raises
-    LostStateError, on all ranks alike, for an extent without a holder.
+    RecoveryError, on all ranks alike, for an extent without a holder.
     """
     reads_by_rank: list[list[Read]] = [[] for _ in range(size)]
     bytes_by_rank = [0] * size
     for read in sorted(reads, key=lambda read: len(read.extent.holders)):
         segment: Segment = read.extent
         if not segment.holders:
-            raise LostStateError(
+            raise RecoveryError(
                 f"no rank holds elements {segment.start} to {segment.stop - 1} of "
                 f"'{segment.array}', which rank {min(read.ranks)} requests; go back to an older "
                 "copy or to a checkpoint"

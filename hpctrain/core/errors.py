@@ -69,15 +69,11 @@ class TransportError(HpctrainError):
 
 
 class LostRankError(TransportError):
-    """A call did not complete, since a rank was lost; survivors go on, see world/survive.py."""
+    """A call did not complete, since a rank was lost; survivors go on, see world/membership.py."""
 
 
 class RankKilled(BaseException):
     """A rank that is a thread ends as if by SIGKILL: it reports nothing and cleans up nothing."""
-
-
-class LostStateError(HpctrainError):
-    """A range of a run's state that no rank holds; raised on all ranks."""
 
 
 class SaveError(HpctrainError):
@@ -117,7 +113,7 @@ class JobEndedError(HpctrainError):
 
 
 class RecoveryError(HpctrainError):
-    """The ranks that are left after a loss cannot go on; raised on each survivor."""
+    """The ranks that are left cannot go on: too few, or too little state; raised on each."""
 
 
 #: Errors that all ranks raise together; any other is raised by a rank alone.

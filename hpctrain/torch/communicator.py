@@ -68,7 +68,7 @@ class Communicator:
 
 def make_world(job: World, ranks: Sequence[int], tag: int, threaded: bool) -> World:
     """Return the World of `ranks` of `job`, for waits with naps; collective over them."""
-    world = job.over(job.link.create_group(ranks, tag))
+    world = job.subset(ranks, tag)
     main = replace(world.main, choices=_without_native(world.main.choices))
     if threaded:  # polls would hold the interpreter's lock
         main = replace(main, spins=False)

@@ -20,7 +20,7 @@ from hpctrain.core.names import counted
 from hpctrain.transport import abort
 from hpctrain.transport.gpu_probe.verdicts import OVERRIDE_VARIABLE
 from hpctrain.transport.paths import POINTER_PATHS
-from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init, survive
+from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 from hpctrain.world.calls.bound_calls import forget_calls
 
 OLDEST_TORCH = (2, 13)
@@ -132,18 +132,19 @@ def go_on_after_loss(
     `close` ends what uses the earlier links, `rebuild` makes it anew; both are called again if
     ranks are lost meanwhile. The first rank names the lost ranks: `subject` goes on.
     """
-    job = world.job
-    assert job is not None
-    ranks_before = job.numbers
+    membership = world.membership
+    assert membership is not None
+    ranks_before = membership.job.numbers
     while True:
         try:
             close()
-            survive(world)
+            membership.renew()
             rebuild()
             break
         except LostRankError:
             continue
     forget_calls()
+    job = membership.job
     lost_ranks = [number for number in ranks_before if number not in job.numbers]
     if lost_ranks and world.rank == 0:
         rank_names = ", ".join(f"{number} ({job.places[number].node})" for number in lost_ranks)

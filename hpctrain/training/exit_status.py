@@ -41,7 +41,7 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
     try:
         yield
     except LostRankError as error:
-        if not world.survives:
+        if world.job is None:
             _fail_alone(journal, error)
             _with_last_lines(error, journal)
         journal.close_bar()

@@ -175,7 +175,8 @@ class Loop:
     @property
     def _makes_copies(self) -> bool:
         """Whether a rank's part of the state would be lost with it."""
-        return self._world.survives and not self._engine.commit.shares_sums and self._world.size > 1
+        is_alone = self._world.job is None or self._world.size == 1
+        return not (is_alone or self._engine.commit.shares_sums)
 
     def _keep_state(self) -> None:
         """Note the state, or copy it to other ranks: after a rank loss training resumes here.
@@ -235,8 +236,7 @@ class Loop:
     def restore(self, reader: checkpoint.Reader) -> None:
         """Restore a state from the memory of ranks; every rank goes on, or none; collective."""
         self._request_state(reader)
-        assert self._world.job is not None
-        reader.fetch(self._world.job.link)  # spares, too, send what they hold
+        self._survival.fetch()
         reader.finish()
         self._go_back(reader.step, reader.about)
         self._world.link.endpoint.survivors.agree()

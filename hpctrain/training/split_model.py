@@ -93,7 +93,8 @@ def make_replica(
         return replace(rank_mesh, pipeline=part), part
     whole_replica = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
     announce = getattr(whole_replica, "announcements", None)  # of models of other frameworks
-    for text in announce(world.size) if announce is not None and world.rank == 0 else ():
+    is_first = world.rank == 0 and not world.is_spare
+    for text in announce(world.size) if announce is not None and is_first else ():
         log.warning("%s", text)
     return Mesh(everyone=world, data=world, pipe=world), whole_replica
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hpctrain.gradients.precision import Precision, choose_precision
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import skip_absent
+from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
@@ -78,7 +79,8 @@ class Trainer:
         engine, mesh, faults or `init` do not fit, or if ranks have different models, and
         GpuMemoryError, on the rank itself, if its GPU has too little memory.
         """
-        self.world = world or hpctrain.world.init()
+        world = world or hpctrain.world.init()
+        self.world = cast(World, world.membership or world)  # it has the ranks that are left
         model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
         chosen_precision = self.world.on_all_ranks(lambda: choose_precision(model, precision))
         if getattr(model, "marks_absent", False):
@@ -90,48 +92,46 @@ class Trainer:
         )
         self.engine_options, self._optimizer, self._faults = engine, optimizer, faults
         self._make_replica = partial(
-            split_model.make_replica,
-            model,
-            seed,
-            chosen_precision,
-            self.world,
-            mesh=mesh,
-            pipeline=pipeline,
+            split_model.make_replica, model, seed, chosen_precision, mesh=mesh, pipeline=pipeline
         )
         self._unit = mesh.pipe
-        if not (self.world.is_spare and self._unit > 1):
-            self.mesh, self.replica = self._make_replica()
-        if not self.world.is_spare:
+        self._built_on: World | None = None  #: the World of the engine
+        present = world.membership.world if world.membership else world
+        if not (present.is_spare and self._unit > 1):
+            self.mesh, self.replica = self._make_replica(present)
+        if not present.is_spare:
             if init is not None:
-                self._warm_start(Path(init))
+                weights.warm_start(self.world, self.replica.arena, Path(init))
             self._build_engine()
 
     def _build_engine(self, restores: bool = False) -> None:
         """Build the engine on the replica, to load a state into it or not; collective."""
         engine, data = self.engine_options, replace(self.mesh.data, restores=restores)
         replica = self.world.on_all_ranks(lambda: self._slowed_replica(self._faults))
-        self.engine: Engine = self.world.on_all_ranks(
-            lambda: engine.build(data, replica, self._optimizer)
-        )
+        build = partial(engine.build, data, replica, self._optimizer)
+        self.engine: Engine = self.world.on_all_ranks(build)
         if self.mesh.pipeline is not None:
             stage_wait = split_model.StageWait(self.engine.times, self.world.trace)
             self.mesh.pipeline.wait = stage_wait
         self.blocks = engines.blocks_of(engine, self.engine.workers)
+        self._built_on = self.mesh.everyone
 
-    def _rebuild(self, restores: bool) -> None:
-        """Build the engine for the ranks that are left after a loss; collective.
+    def _rebuild(self, world: World, restores: bool) -> None:
+        """Build the engine for `world`, the ranks that are left after a loss; collective.
 
         Raises RecoveryError if they are too few.
         """
-        if hasattr(self, "engine"):
+        if self._built_on is not None:
             with suppress(TransportError):  # its threads end, whatever its links
                 self.engine.close()
         try:
             if self._unit > 1:
-                self.mesh, self.replica = self._make_replica()
+                self.mesh, self.replica = self._make_replica(world)
+            else:
+                self.mesh = Mesh(world, world, world)
             self._build_engine(restores)
         except UsageError as error:
-            ranks = counted(self.world.size, "rank")
+            ranks = counted(world.size, "rank")
             raise RecoveryError(f"only {ranks} left: {error}; start the job again") from error
 
     def fit(
@@ -190,18 +190,32 @@ class Trainer:
             callbacks=self.callbacks,
         )
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
-        with ExitStack() as signals:
+        with ExitStack() as stack:
             stop_request = StopRequest(partial(self._last_words, survival))
-            catch_signals = cache(partial(signals.enter_context, stop_request))
+            catch_signals = cache(partial(stack.enter_context, stop_request))
             if self.world.is_spare:
                 catch_signals()  # a signal to stop the job must not end it
-            self.summary = survival.train(
-                self._rebuild,
-                lambda survival: run_segment(
-                    self._make_segment(fit, survival.run), survival, catch_signals
-                ),
-            )
-        return self.summary
+            stack.enter_context(survival.failure_written())
+            for world in survival:
+                with survival.segment():
+                    self.summary = summary = self._train(world, fit, survival, catch_signals)
+                    break
+        return summary
+
+    def _train(
+        self, world: World, fit: Fit, survival: Survival, catch_signals: Callable[[], StopRequest]
+    ) -> dict[str, Any]:
+        """Return the summary of a call of fit on the ranks that are there; collective.
+
+        A spare sleeps, and returns the summary of the others.
+        """
+        if world.is_spare:
+            return survival.sleep()
+        if world is not self._built_on:
+            self._rebuild(world, survival.reader is not None)
+        summary = run_segment(self._make_segment(fit, survival.run), survival, catch_signals)
+        survival.end({"summary": summary})
+        return summary
 
     def _make_segment(self, fit: Fit, run: str | None) -> FitSegment:
         """Return a segment of a call of fit on the ranks that are there; collective.
@@ -273,15 +287,3 @@ class Trainer:
         if not faults.any:
             return self.replica
         return SlowedReplica(self.replica, Slowdown(faults, self.world.rank))
-
-    def _warm_start(self, path: Path) -> None:
-        """Load the weights at `path`; every rank reads the file, and all must read the same."""
-
-        def load() -> str:
-            tensors = weights.read(path)
-            weights.copy_into(self.replica.arena, tensors, str(path))
-            return weights.tensors_sha256(tensors)
-
-        self.world.must_agree(
-            self.world.on_all_ranks(load), f"the SHA-256 of the weights at {path}"
-        )

@@ -33,6 +33,7 @@ from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.gradients.integers import decode, decoded_shape, encode
 from hpctrain.transport.machine import version
 from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.world import World
 
 Tensors = dict[str, np.ndarray]
 SUFFIX = ".safetensors"
@@ -87,6 +88,17 @@ def checkpoint_of(run: Path, best: bool = False) -> Loaded:
     if loaded is None:
         raise UsageError(f"{run} holds no checkpoint")
     return loaded
+
+
+def warm_start(world: World, arena: Arena, path: Path) -> None:
+    """Load the weights at `path`; every rank reads the file, and all must read the same."""
+
+    def load() -> str:
+        tensors = read(path)
+        copy_into(arena, tensors, str(path))
+        return tensors_sha256(tensors)
+
+    world.must_agree(world.on_all_ranks(load), f"the SHA-256 of the weights at {path}")
 
 
 def read(path: Path) -> Tensors:

@@ -10,7 +10,6 @@ from hpctrain.world.process import (
     report_agreed,
     report_without_traceback,
 )
-from hpctrain.world.survive import survive
 from hpctrain.world.threads import has_spare_cores, over_threads
 from hpctrain.world.world import World
 
@@ -25,6 +24,5 @@ __all__ = [
     "over_threads",
     "report_agreed",
     "report_without_traceback",
-    "survive",
     "watched",
 ]

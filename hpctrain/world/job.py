@@ -8,8 +8,8 @@ without any spare      0       1   2              the ranks behind move up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -20,12 +20,11 @@ from hpctrain.core.names import counted
 from hpctrain.transport.link import Link, wait_all
 from hpctrain.transport.pace import SPARE, Pace
 from hpctrain.transport.paths import RankPlace
-from hpctrain.transport.placement.check import RankBinding
 
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     """All ranks that are left; a rank's number is its rank at the start of the job."""
 
@@ -34,24 +33,17 @@ class Job:
     numbers: tuple[int, ...]  #: of the ranks of `link`
     members: tuple[int, ...]  #: of the ranks of the World
     places: tuple[RankPlace, ...]  #: by number
-    bindings: tuple[RankBinding, ...] = ()  #: by number
     min_ranks: int = 1  #: with fewer the job ends
     unit: int = 1  #: ranks per replica; left-over ranks become spares
-    on_regroup: Callable[[], None] = lambda: None  #: called on each rank after a loss
 
     @classmethod
     def of_ranks(
-        cls,
-        link: Link,
-        places: tuple[RankPlace, ...],
-        bindings: tuple[RankBinding, ...] = (),
-        spares: int = 0,
-        min_ranks: int = 1,
+        cls, link: Link, places: tuple[RankPlace, ...], spares: int = 0, min_ranks: int = 1
     ) -> Job:
         """Return the job of the ranks of `link`; the last `spares` ranks sleep."""
         numbers = tuple(range(link.size))
         members = numbers[: link.size - spares]
-        return cls(link, link.rank, numbers, members, places, bindings, min_ranks)
+        return cls(link, link.rank, numbers, members, places, min_ranks)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -81,34 +73,37 @@ class Job:
         """Create the link of the ranks with these numbers; only they must call."""
         return self.link.create_group([self.numbers.index(number) for number in numbers])
 
-    def regroup(self) -> Link | None:
-        """Return the link of the World's ranks after a loss; None on a spare.
+    def without_lost(self) -> Job:
+        """Return the job of the ranks that are left, which all must call."""
+        link, ranks = self.link.endpoint.survivors.shrink()
+        numbers = tuple(self.numbers[rank] for rank in ranks)
+        members = fill_places(self.members, numbers, self.unit)
+        job = replace(self, link=link, numbers=numbers, members=members)
+        link.endpoint.waits.pace = Pace() if job.is_spare else None  # the others need the cores
+        return job
 
-        All ranks that are left must call, and all have the same members afterwards.
+    def link_members(self) -> Link | None:
+        """Return the link of the World's ranks, None on a spare; all ranks of the job must call.
+
+        Raises, on all ranks alike, LostRankError if another rank is lost meanwhile, and
+        RecoveryError if too few are left.
         """
-        while True:
-            self.link, ranks = self.link.endpoint.survivors.shrink()
-            self.numbers = tuple(self.numbers[rank] for rank in ranks)
-            self.members = fill_places(self.members, self.numbers, self.unit)
-            if len(self.members) < self.min_ranks or not self.members:
-                raise RecoveryError(
-                    f"{counted(len(self.numbers), 'rank')} left, but training needs "
-                    f"{max(self.min_ranks, self.unit)} "
-                    "([elastic] min_ranks, --min-ranks); start the job again with --resume"
-                )
-            self.link.endpoint.waits.pace = (
-                Pace() if self.is_spare else None
-            )  # the others need the cores
-            if self.members == self.numbers:
-                return self.link
-            survivors = self.link.endpoint.survivors
-            try:
-                group = None if self.is_spare else self.group(self.members)
-                survivors.agree()  # no rank may wait in a group that another does not have
-            except LostRankError:
-                survivors.dissolve()
-            else:
-                return group
+        if len(self.members) < self.min_ranks or not self.members:
+            raise RecoveryError(
+                f"{counted(len(self.numbers), 'rank')} left, but training needs "
+                f"{max(self.min_ranks, self.unit)} "
+                "([elastic] min_ranks, --min-ranks); start the job again with --resume"
+            )
+        if self.members == self.numbers:
+            return self.link
+        survivors = self.link.endpoint.survivors
+        try:
+            link = None if self.is_spare else self.group(self.members)
+            survivors.agree()  # no rank may wait in a group that another does not have
+        except LostRankError:
+            survivors.dissolve()
+            raise
+        return link
 
     def await_note(self) -> bytes:
         """Sleep as a spare until the World's first rank sends a note, and return it.

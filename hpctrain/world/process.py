@@ -145,7 +145,9 @@ def finish(exit_code: int = 0) -> None:
         job = _world.job
         try:
             if job is not None:
-                job.dismiss_spares(json.dumps({"exit_code": exit_code}).encode())
+                job.dismiss_spares(
+                    json.dumps({"error": "JobEndedError", "argument": exit_code}).encode()
+                )
             _world.link.barrier()  # on our own link: the watch names the missing ranks
         except LostRankError:
             return

@@ -14,11 +14,11 @@ from hpctrain.watch import WatchRecord
 class RankThreads:
     """The links of a rank's threads in a World, and in the sub-worlds of this one."""
 
-    def __init__(self, main: Group, hosts: Sequence[str]):
+    def __init__(self, main: Group, hosts: Sequence[str], record: WatchRecord | None):
         """`main`: the ranks of the World, for the main thread; `hosts`: the node of each."""
         self._main, self._hosts = main, hosts
         self.links: dict[str, list[Link]] = {}  #: of the threads other than the main one
-        self.record: WatchRecord | None = None  #: of the link operations that wait, if any
+        self.record = record  #: of the link operations that wait; None among threads
         self.on_failure: Callable[[BaseException], Any] | None = None  #: records why the rank ends
         self.sub_worlds: list[RankThreads] = []
 
@@ -58,8 +58,3 @@ class RankThreads:
                 link.endpoint.waits.entry = record.entry(thread)
         for threads in self.sub_worlds:
             threads.record_in(record)
-
-    def adopt(self, threads: RankThreads) -> None:
-        """Let the threads of a sub-world record their calls where these do."""
-        threads.record = self.record
-        self.sub_worlds.append(threads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from hpctrain import collectives
 from hpctrain.core import launchers
@@ -17,10 +17,10 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement import rank_placement
-from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch import WatchRecord
 from hpctrain.world.job import Job, min_ranks_requested, spares_requested
+from hpctrain.world.membership import make_world
 from hpctrain.world.watches import Watches
 from hpctrain.world.world import World
 
@@ -39,10 +39,10 @@ def over_mpi(
     from hpctrain.transport.mpi import startup
 
     with startup.start_limit(timeout_s):
-        return _make_world(launched, placement, timeout_s, comm)
+        return _start_world(launched, placement, timeout_s, comm)
 
 
-def _make_world(
+def _start_world(
     launched: launchers.Launched,
     placement: rank_placement.Placement,
     timeout_s: float,
@@ -60,25 +60,20 @@ def _make_world(
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
     places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
-    job, peers = _make_job(link, places, bindings), cast(Link, link)
-    if job is not None:
-        peers, places = job.group(job.peers), job.of_peers(places)
-        bindings = job.of_peers(bindings)
-    world = World(
-        peers,
+    job = _make_job(link, places)
+    world = make_world(
+        link,
         places,
+        job,
         concurrent=startup.is_thread_safe(),
         transport="mpi",
         job_size=job_size,
         gpu=placement.gpu,
         verdict=verdict,
-        bindings=bindings,
-        job=job,
+        bindings=bindings if job is None else job.of_peers(bindings),
     )
     world.threads.record = record
-    watches = Watches(world, timeout_s)
-    if job is not None:
-        job.on_regroup = watches.renew
+    Watches(world, timeout_s)
     return world
 
 
@@ -114,9 +109,7 @@ def start_mpi(launched: launchers.Launched, comm: Any = None) -> tuple[Any, int]
     return comm, job_size
 
 
-def _make_job(
-    link: Link, places: tuple[RankPlace, ...], bindings: tuple[RankBinding, ...]
-) -> Job | None:
+def _make_job(link: Link, places: tuple[RankPlace, ...]) -> Job | None:
     """Return the job of all ranks; None if a lost rank ends the job.
 
     Raises UsageError if it then asks for spares.
@@ -124,7 +117,7 @@ def _make_job(
     spares = spares_requested(os.environ, link.size)
     if link.endpoint.survivors.survives:
         min_ranks = min_ranks_requested(os.environ, link.size)
-        return Job.of_ranks(link, places, bindings, spares, min_ranks)
+        return Job.of_ranks(link, places, spares, min_ranks)
     if spares:
         raise UsageError(
             f"{launchers.SPARES} is set, but this job does not survive the loss of ranks: start "

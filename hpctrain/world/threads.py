@@ -11,6 +11,7 @@ from hpctrain.collectives.small_messages import is_any
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import RankPlace
 from hpctrain.world.job import Job
+from hpctrain.world.membership import make_world
 from hpctrain.world.world import World
 
 
@@ -22,10 +23,8 @@ def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> Worl
     """
     hosts = hosts or (socket.gethostname(),) * link.size
     places = tuple(RankPlace(host) for host in hosts)
-    if not link.endpoint.survivors.survives:
-        return World(link, places)
-    job = Job.of_ranks(link, places, spares=spares)
-    return World(job.group(job.peers), job.of_peers(places), job=job)
+    survives = link.endpoint.survivors.survives
+    return make_world(link, places, Job.of_ranks(link, places, spares) if survives else None)
 
 
 def has_spare_cores(world: World) -> bool:

@@ -31,6 +31,8 @@ class Watches:
             self._identities = Identities.exchange(job.number, job.hosts, gather)
         self._running: list[Watch | LivenessObserver] = []
         self.renew()
+        if world.membership is not None:
+            world.membership.on_renewal = self.renew
 
     def renew(self) -> None:
         """Watch the present ranks of the job, including spares; collective over them."""
@@ -53,7 +55,6 @@ class Watches:
         self._running = running
 
     def _observe_liveness(self, job: Job, record: WatchRecord) -> LivenessObserver:
-        numbers = job.numbers  # `job` changes before this observer ends
         return observe_liveness(
             record,
             job.link.rank,
@@ -62,7 +63,7 @@ class Watches:
             partial(all_gather_bytes, job.link),
             self._current_step,
             LossReports(
-                lambda rank, reason: _report_lost([numbers[rank]], reason),
+                lambda rank, reason: _report_lost([job.numbers[rank]], reason),
                 lambda host, reason: _report_lost(
                     [n for n in job.numbers if job.places[n].node == host], reason
                 ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing
@@ -28,6 +28,9 @@ from hpctrain.world.grid import Grid
 from hpctrain.world.job import Job
 from hpctrain.world.rank_threads import RankThreads
 
+if TYPE_CHECKING:
+    from hpctrain.world.membership import Membership
+
 MADE_TOGETHER: Any = None  #: the ranks make this field together when they make their World
 
 
@@ -41,12 +44,12 @@ class World(AgreeingRanks):
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     verdict: Verdict = STAGED_VERDICT  #: the path of GPU memory between ranks
     bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
-    trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
+    trace: Trace = field(default_factory=Trace)  #: of every thread's spans
     parent: World | None = None  #: the World that this sub-world was split from
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
     #: Whether engines are built only to load a state: then their parameters may be any.
     restores: bool = False
-    job: Job | None = None  #: set if the ranks survive the loss of other ranks
+    membership: Membership | None = None  #: this rank's, if ranks survive losses
     main: Group = MADE_TOGETHER  #: all ranks, for the main thread; its scratch is kept
     voters: Group = MADE_TOGETHER  #: the ranks that agree on each step: `main`, or a whole mesh
     memory: NodeMemory = MADE_TOGETHER  #: memory shared by the ranks of this node
@@ -56,7 +59,7 @@ class World(AgreeingRanks):
     def __post_init__(self) -> None:
         """Split the ranks by node, share memory, and fix the choices of `auto`; collective.
 
-        A changed copy of a World, by `replace`, keeps all of these.
+        A changed copy, by `replace`, has the same objects.
         """
         if self.main is not MADE_TOGETHER:
             return
@@ -72,28 +75,26 @@ class World(AgreeingRanks):
             gpu_layout = GpuLayout(gpus.product_name(name), self.places, self.verdict, shares)
         spins = self.transport == "mpi"  # threads of one process must yield to each other
         main = add_choices(replace(main, memory=memory, spins=spins), spins, gpu_layout)
-        threads = RankThreads(main, self.hosts)
+        earlier_record = self.threads.record if self.threads is not MADE_TOGETHER else None
+        threads = RankThreads(main, self.hosts, earlier_record)
         vars(self).update(main=main, voters=main, memory=memory, gpus=gpu_layout, threads=threads)
 
     @property
     def rank(self) -> int:
-        return self.job.number if self.job is not None and self.is_spare else self.link.rank
+        return self.link.rank
 
     @property
     def size(self) -> int:
-        return len(self.job.members) if self.job is not None and self.is_spare else self.link.size
+        return self.link.size
 
     @property
-    def survives(self) -> bool:
-        """Whether these ranks go on after they lose other ranks, see world/survive.py."""
-        return self.job is not None and self.link.endpoint.survivors.survives
+    def job(self) -> Job | None:
+        """The ranks that are left, and spares, if the ranks go on after they lose other ranks."""
+        return None if self.membership is None else self.membership.job
 
     @property
     def is_spare(self) -> bool:
-        """Whether this rank sleeps until it takes the place of a lost one.
-
-        Then `rank` is its number in the job, above the World's ranks, and `link` has it alone.
-        """
+        """Whether this rank sleeps alone in this World until it takes the place of a lost one."""
         return self.job is not None and self.job.is_spare
 
     @property
@@ -140,7 +141,7 @@ class World(AgreeingRanks):
         """
         return self.memory.zeros(length, dtype)
 
-    def over(self, link: Link) -> World:
+    def _over(self, link: Link) -> World:
         """Return the World of the ranks of `link`, a subset of this World; collective over it."""
         texts = collectives.all_gather_bytes(link, str(self.rank).encode())
         ranks = [int(text) for text in texts]
@@ -152,10 +153,10 @@ class World(AgreeingRanks):
             trace=Trace(),
             parent=self,
             grid=None,
-            job=None,
+            membership=None,
             main=MADE_TOGETHER,
         )
-        self.threads.adopt(world.threads)
+        self.threads.sub_worlds.append(world.threads)
         return world
 
     def split(self, color: int, key: int | None = None) -> World:
@@ -165,7 +166,7 @@ class World(AgreeingRanks):
         models at once: `Trainer(..., world=world.split(world.rank % 2))`. An uncaught error on a
         rank of a sub-world ends the whole job.
         """
-        return self.over(self.link.split(color, self.rank if key is None else key))
+        return self._over(self.link.split(color, self.rank if key is None else key))
 
     def subset(self, ranks: Sequence[int], tag: int = 0) -> World:
         """Return the World of `ranks`, in this order; only they must call, with equal arguments.
@@ -178,14 +179,14 @@ class World(AgreeingRanks):
                 f"subset takes different ranks of 0 to {self.size - 1}, and is called by these "
                 f"alone; rank {self.rank} called it with {list(ranks)}"
             )
-        return self.over(self.link.create_group(tuple(ranks), tag))
+        return self._over(self.link.create_group(tuple(ranks), tag))
 
     def fail(self, error: BaseException) -> None:
         """End the job because of an error in a thread other than the main thread.
 
         Not if a rank was lost: the main thread then gets that error, too.
         """
-        if self.survives and isinstance(error, LostRankError | RankKilled):
+        if self.job is not None and isinstance(error, LostRankError | RankKilled):
             return
         try:
             if self.threads.on_failure is not None:
@@ -198,6 +199,7 @@ class World(AgreeingRanks):
         """Print this rank's error, and abort the job: the other ranks wait for this one."""
         if self.parent is not None:
             return self.parent.abort(error)
-        abort.report(error, f"rank {self.rank} on {self.host}", self.rank, self.size)
+        ranks = self.membership or self
+        abort.report(error, f"rank {ranks.rank} on {self.host}", ranks.rank, ranks.size)
         if self.job_size > 1:
             abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)

@@ -21,7 +21,7 @@ from hpctrain.checkpoint import (
 from hpctrain.checkpoint.memory_reader import Holding
 from hpctrain.checkpoint.requests import ArrayFacts
 from hpctrain.collectives.chunks import bounds
-from hpctrain.core.errors import LostRankError, LostStateError, UsageError
+from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
 from hpctrain.transport.threads.ranks import run_ranks
 
 SIZE = 300_007
@@ -263,7 +263,7 @@ def test_a_range_that_no_rank_holds_is_an_error_on_all(ranks):
                 reader.request("x", out[:count], first)
             lost = (6, 7) if first == 0 else (7, 7)
             text = "no rank holds elements {} to {} of 'x', which rank 0 requests".format(*lost)
-            with pytest.raises(LostStateError, match=text):
+            with pytest.raises(RecoveryError, match=text):
                 reader.fetch(link)
         link.barrier()
 

@@ -20,7 +20,7 @@ from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning.select import find_allreduce
-from hpctrain.world import over_threads, survive
+from hpctrain.world import over_threads
 
 ID = bytes(range(128, 256))
 CONSTANTS = {"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT8": 0,
@@ -345,7 +345,7 @@ def test_a_loss_ends_the_wait_for_a_kernel_and_the_ranks_left_join_another(monke
                     world.link.endpoint.survivors.agree()
                     break
                 except LostRankError:
-                    survive(world)
+                    world.membership.renew()
             assert (x == world.size).all()
         ends[link.rank] = link.hub.job.calls[link.rank]
         return world.size

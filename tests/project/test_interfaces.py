@@ -31,10 +31,7 @@ PRESCRIBED_FUNCTIONS = {
     "torch/modules/layers.py _Normalization.forward": "torch.autograd.Function",
 }
 #: public members of larger classes
-MEMBERS: dict[str, int] = {
-    "world/job.py Job": 20,
-    "world/world.py World": 16,
-}
+MEMBERS: dict[str, int] = {}
 #: positional parameters, of functions with more
 POSITIONAL: dict[str, int] = {
     "training/trainer.py Trainer.__init__": 11,
@@ -76,7 +73,7 @@ QUESTIONS: dict[str, int] = {
     "training/suspicions.py": 1,
     "training/tasks.py": 1,
     "training/trained_model.py": 1,
-    "training/trainer.py": 2,
+    "training/trainer.py": 1,
     "transport/abort.py": 1,
     "transport/device/gpus.py": 1,
     "transport/gpu_probe/mpi_claims.py": 2,

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.collectives.ring import ring
 from hpctrain.core.errors import LostRankError
 from hpctrain.transport.threads.ranks import run_ranks
-from hpctrain.world import over_threads, survive
+from hpctrain.world import over_threads
 from hpctrain.world.job import Job, fill_places, min_ranks_requested, spares_requested
 from hpctrain.world.world import World
 
@@ -33,7 +33,7 @@ def steps_of_survivors(world: World, agree: bool = True) -> tuple[int, list[tupl
         except LostRankError:
             while True:
                 try:
-                    survive(world)
+                    world.membership.renew()
                     break
                 except LostRankError:
                     pass
@@ -118,9 +118,11 @@ def test_a_spare_sleeps_until_a_note_comes():
     def body(link):
         world = over_threads(link, spares=1)
         all_made.wait(60)
-        job = world.job
+        job = world.membership.job
         assert isinstance(job, Job) and (job.spares, world.size) == ([2], 2)
         assert (world.is_spare, world.rank) == (link.rank == 2, link.rank)
+        own = world.membership.world  # of a spare alone
+        assert (own.rank, own.size) == ((0, 1) if world.is_spare else (link.rank, 2))
         if world.is_spare:
             return job.await_note()
         job.dismiss_spares(b"the end")

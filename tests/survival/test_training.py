@@ -174,7 +174,7 @@ def test_a_loss_interrupts_the_checkpoint_after_that_of_a_host(monkeypatch, tmp_
     save = Checkpointer.save
 
     def killed_at_first(self, step, *arguments, **options):
-        if self._world.job.number == 1 and step < STEPS:
+        if self._world.membership.job.number == 1 and step < STEPS:
             raise RankKilled
         return save(self, step, *arguments, **options)
 

@@ -90,7 +90,7 @@ class AllReduceEngine(EngineBase):
         self._on_need = self.update.on_need
         self._vote = make_vote(self._sums, self.check, world.voters, self.update.own)
         is_whole = self.update.is_replicated and self._sums.is_exact and world.grid is None
-        if world.survives and is_whole:
+        if world.job is not None and is_whole:
             self.commit = AgreedCommit(world.link, self.replica.arena, self.update.state)
 
     def _make_update(

@@ -43,7 +43,8 @@ _renewals: list[weakref.WeakMethod[Callable[[], Any]]] = []
 
 def can_free(world: World) -> bool:
     """Return whether the ranks of `world` can give back the links of the last job."""
-    return all(engine.is_intact and engine.world.parent is world for engine in _closed)
+    main = world.main
+    return all(x.is_intact and (y := x.world.parent) and y.main is main for x in _closed)
 
 
 def begin(world: World, settings: Settings, *, frees: bool) -> None:

@@ -94,7 +94,7 @@ class GradientPlane:
         )  # fmt: skip
         self._flat = as_tensor(grad)
         self._views = {s.name: _view(self._flat[s.offset : s.stop], s.shape) for s in slots}
-        self._factor, self._keeps_local = 1 / world.size, world.survives
+        self._factor, self._keeps_local = 1 / world.size, world.job is not None
         self._begin()
         if self.local:  # of a whole backward pass
             for name, gradient in self.local.items():

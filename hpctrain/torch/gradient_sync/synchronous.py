@@ -230,7 +230,7 @@ class GradientSync:
         For collective calls of the user's own, such as `ht.allreduce` of an accuracy. Where ranks
         do not survive, this is `call()`.
         """
-        if not self.world.survives:
+        if self.world.job is None:
             return call()
         while True:
             try:

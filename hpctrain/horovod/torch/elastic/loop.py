@@ -48,7 +48,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(func)
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         present = job.state()
-        present.is_elastic, is_first, syncs = present.world.survives, True, True
+        present.is_elastic, is_first, syncs = present.world.job is not None, True, True
         try:
             while True:
                 try:
