@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import checkpoint
-from hpctrain.core.errors import RecoveryError, UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.training import orders, run_facts
@@ -112,11 +112,6 @@ def _load_state(loop: Loop, segment: FitSegment, survival: Survival, resume: boo
         loop.restore(survival.reader)
     elif segment.run is not None and resume:
         loop.resume(segment.run)
-    if survival.recoveries.last_step > 0 and survival.reader is None and loop.step == 0:
-        raise RecoveryError(
-            "the lost ranks held a part of the state of which no copy is left, and there is no "
-            "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
-        )
     if survival.recoveries.has_begun:
         survival.log_recovery(loop.step)
     elif segment.fit.replay is not None:

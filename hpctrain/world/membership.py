@@ -21,6 +21,8 @@ class Membership:
     a World of its own; `rank` is then its number in the job, above the World's ranks.
     """
 
+    __class__ = World  # type: ignore[assignment]  # to isinstance it is one, for users' scripts
+
     def __init__(self, job: Job, **facts: Any):
         """Make the first World, with `facts`; collective over the job."""
         self.job = job

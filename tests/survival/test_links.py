@@ -121,6 +121,7 @@ def test_a_spare_sleeps_until_a_note_comes():
         job = world.membership.job
         assert isinstance(job, Job) and (job.spares, world.size) == ([2], 2)
         assert (world.is_spare, world.rank) == (link.rank == 2, link.rank)
+        assert isinstance(world, World)
         own = world.membership.world  # of a spare alone
         assert (own.rank, own.size) == ((0, 1) if world.is_spare else (link.rank, 2))
         if world.is_spare:

@@ -177,7 +177,15 @@ class Survival:
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
 
     def log_recovery(self, step: int) -> None:
-        """Record the loss, after which training goes on from `step`, and log it from one rank."""
+        """Record the loss, after which training goes on from `step`, and log it from one rank.
+
+        Raises RecoveryError if steps are lost for want of a state.
+        """
+        if self.recoveries.last_step > 0 and self.reader is None and step == 0:
+            raise RecoveryError(
+                "the lost ranks held a part of the state of which no copy is left, and there is no "
+                "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
+            )
         job, before, record = self._job, self._job_before, self.recoveries
         lost_ranks = sorted({*before.numbers} - {*job.numbers} - {*record.lost_ranks})
         joined_spares = sorted({*job.members} - {*before.members} - {*record.spares})
