@@ -20,6 +20,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.nn.part import Part
 from hpctrain.parallel.pipeline import balance
 from hpctrain.parallel.pipeline.layer_times import LayerSeconds, stage_costs
+from hpctrain.parallel.schedules.placement import Placed, Placement
 from hpctrain.parallel.timing.clock import StageCosts
 
 
@@ -36,11 +37,11 @@ class SharedTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class StagePlan(Placed):
     """The layers `bounds[s]` to `bounds[s + 1] - 1` are stage s, computed by `placement[s]`."""
 
     bounds: tuple[int, ...]
-    placement: tuple[int, ...]
+    placement: Placement
     layer_seconds: tuple[LayerSeconds, ...] = ()  #: for layer_times.SAMPLES; empty: not measured
 
     @property
@@ -56,18 +57,9 @@ class StagePlan:
         return StageCosts(*((1.0,) * self.stages for _ in range(3)))
 
     @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return len(self.placement)
-
-    @property
     def last_rank(self) -> int:
         """The rank of the last stage, which knows the loss."""
         return self.placement[-1]
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of `rank`, in the order of the forward pass."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def stage_of_layer(self, layer: int) -> int:
         """Return the stage of `layer`."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hpctrain.core.errors import UsageError
+from hpctrain.parallel.schedules.placement import Placed, Placement
 
 Op = Literal["F", "B", "I", "W"]
 ActionList = tuple["Action", ...]
@@ -37,12 +38,12 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: there may be thousands of actions
-class PipelineSchedule:
+class PipelineSchedule(Placed):
     """The actions of each rank; stage s is computed by rank `placement[s]`."""
 
     name: str
     micro_batches: int
-    placement: tuple[int, ...]
+    placement: Placement
     actions: tuple[ActionList, ...]
 
     @property
@@ -51,18 +52,9 @@ class PipelineSchedule:
         return len(self.actions)
 
     @property
-    def stages(self) -> int:
-        """The number of stages, S."""
-        return len(self.placement)
-
-    @property
     def stages_per_rank(self) -> int:
         """The number of stages of each rank, S / P."""
         return self.stages // self.ranks
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of `rank`, in the order of the forward pass."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
 
 def action_lists(lists: Iterable[Iterable[Action]]) -> tuple[ActionList, ...]:

@@ -10,6 +10,21 @@ from __future__ import annotations
 Placement = tuple[int, ...]
 
 
+class Placed:
+    """Stages on ranks: stage s is computed by rank `placement[s]`."""
+
+    placement: Placement
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, S."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of `rank`, in the order of the forward pass."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+
 def straight(ranks: int) -> Placement:
     """Return the placement of stage s on rank s."""
     return tuple(range(ranks))
