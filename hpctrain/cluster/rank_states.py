@@ -103,7 +103,8 @@ class RankStates:
         """
         if was_ended and self._over_s is not None:  # mpiexec was, which has no code to tell
             launcher_code, was_ended = 0, False
-        refusal_codes = [code for rank, code in self._codes.items() if self._is_refusal(rank, code)]
+        # of ranks that ended by themselves, with an error, and not from a running MPI
+        refusal_codes = [c for rank, c in self._codes.items() if c > 0 and rank not in self._joined]
         if launcher_code and not was_ended:
             return launcher_code, ""
         has_success = any(self._is_success(rank, code) for rank, code in self._codes.items())
@@ -120,10 +121,6 @@ class RankStates:
     def _is_success(self, rank: str, code: int) -> bool:
         """Return whether a rank ended with 0, and not without a word while it used MPI."""
         return code == 0 and (rank in self._finishing or rank not in self._starting | self._joined)
-
-    def _is_refusal(self, rank: str, code: int) -> bool:
-        """Return whether a rank ended by itself, with an error, and not from a running MPI."""
-        return code > 0 and rank not in self._joined
 
     def _describe_codes(self, ranks: Sequence[str]) -> str:
         rank_texts = [

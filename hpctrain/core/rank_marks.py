@@ -63,6 +63,11 @@ def unread_bytes(pipe: int) -> int:
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Let the kernel send signal `number` to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def main() -> NoReturn:
     """Run a rank to its end, mark the end, and end alike."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
@@ -70,12 +75,11 @@ def main() -> NoReturn:
     descriptor = os.dup(2)
     os.set_inheritable(descriptor, True)  # noqa: FBT003  (positional only)
     os.environ[VARIABLE] = f"{descriptor} {os.fstat(descriptor).st_ino}"
-    libc = ctypes.CDLL(None)
     # The launcher's signals reach the whole process group, the rank too: here they end nothing.
     signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     parent, child = os.getpid(), os.fork()
     if child == 0:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         _execute_program(sys.argv[1:], parent, signal_mask)
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_IGN)

@@ -136,10 +136,6 @@ def _repeated_names(names: Mapping[str, str], seen_names: set[str]) -> Iterator[
         seen_names.add(name)
 
 
-if TYPE_CHECKING:
-    from hpctrain.nn.part import Part, PartLayer
-
-
 class GradientSums:
     """The gradient of a part in one step; `Part.backward` adds each micro-batch."""
 

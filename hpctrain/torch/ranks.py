@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from hpctrain.core import launchers, torchrun
@@ -35,12 +34,11 @@ def set_variables() -> JobRank:
     MPI is finalized at exit. Raises UsageError if the launcher belongs to another MPI than the one
     that mpi4py loads.
     """
-    from hpctrain.transport.mpi import startup
     from hpctrain.world.process import start_before_script
 
     job = launchers.launched(os.environ)
     comm = start_before_script(job)
-    rank = _locate(job.name, comm.rank, partial(startup.gather_texts, comm))
+    rank = _locate(job.name, comm.rank, comm.allgather)
     comm.Free()
     variables.update(torchrun.variables(*rank))
     torchrun.set_variables(variables)

@@ -49,7 +49,7 @@ QUESTIONS: dict[str, int] = {
     "torch/modules/direct_gradients.py": 1,
     "torch/modules/draws.py": 1,
     "torch/modules/loss_modules.py": 2,
-    "torch/modules/losses.py": 6,
+    "torch/modules/losses.py": 5,
     "torch/modules/model.py": 3,
     "torch/modules/optimizers/attributes.py": 3,
     "torch/modules/optimizers/bound.py": 1,

@@ -17,10 +17,11 @@ FORGOTTEN_REASON = "Slurm has forgotten it"
 NO_ANSWER = "NO ANSWER"
 COMMAND_TIMEOUT_S = 120.0  #: a busy controller answers late
 #: Error text of Slurm's commands after a lost answer: the request may or may not have succeeded.
-_LOST_REPLY_PATTERN = re.compile(
+#: of the errors after which a request may have been done, its reply being lost
+LOST_REPLY_PATTERN = re.compile(
     "timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I
 )
-_NO_CONTACT_PATTERN = re.compile(f"Unable to contact|{_LOST_REPLY_PATTERN.pattern}", re.I)
+_NO_CONTACT_PATTERN = re.compile(f"Unable to contact|{LOST_REPLY_PATTERN.pattern}", re.I)
 _WITHOUT_SLURM = (
     ". Here, `hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` "
     "starts ranks"
@@ -68,11 +69,6 @@ def query_scontrol(job: JobId) -> list[JobState]:
         return []
     error_type = NoAnswerError if _NO_CONTACT_PATTERN.search(process.stderr) else HpctrainError
     raise error_type(f"scontrol does not show jobs: {process.stderr.strip()}")
-
-
-def is_reply_lost(stderr: str) -> bool:
-    """Return whether `stderr` means that the reply was lost, so the request may have been done."""
-    return _LOST_REPLY_PATTERN.search(stderr) is not None
 
 
 def _parse_scontrol(output: str) -> list[JobState]:

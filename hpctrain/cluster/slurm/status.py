@@ -214,17 +214,14 @@ def wait_for_jobs(folders: Sequence[Path], limit_s: float) -> list[Row]:
         rows, now_s = status_rows(folders), time.monotonic()
         all_ended = all(row["state"] in (*END_STATES, DAMAGED_STATE) for row in rows)
         last_run_s = last_run_s if all_ended else now_s
-        is_late = now_s - last_run_s < FILE_DELAY_S and any(map(_is_summary_missing, rows))
+        # This file system may not show the summary of a completed job yet.
+        lacks_summary = any(r["state"] == "COMPLETED" and r["status"] is None for r in rows)
+        is_late = now_s - last_run_s < FILE_DELAY_S and lacks_summary
         remaining_s = deadline - now_s
         if remaining_s <= 0 or (all_ended and not is_late):
             return rows
         time.sleep(min(pause_s, remaining_s))
         pause_s = min(2 * pause_s, POLL_INTERVAL_S)
-
-
-def _is_summary_missing(row: Row) -> bool:
-    """Return whether this file system does not show the summary of a completed job yet."""
-    return row["state"] == "COMPLETED" and row["status"] is None
 
 
 def is_done(row: Row) -> bool:

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 from hpctrain.cluster.slurm import sbatch
 from hpctrain.cluster.slurm.queries import (
+    LOST_REPLY_PATTERN,
     NO_ANSWER,
     JobId,
     JobState,
     NoAnswerError,
-    is_reply_lost,
     query_scontrol,
     query_slurm,
     require_command,
@@ -94,7 +94,7 @@ def _call_sbatch(
         )
     except NoAnswerError as error:
         raise _no_answer_error(str(error), folder, script_text, script_path) from None
-    if process.returncode and is_reply_lost(process.stderr):
+    if process.returncode and LOST_REPLY_PATTERN.search(process.stderr):
         raise _no_answer_error(process.stderr, folder, script_text, script_path)
     if process.returncode:
         _remove_script(script_path, new_paths)

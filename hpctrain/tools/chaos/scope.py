@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.cluster.guard import has_variable
+from hpctrain.core.rank_marks import end_with_parent
 from hpctrain.transport.shared_memory.dev_shm import used_files
 
 MARK = "HPCTRAIN_CHAOS"  #: the variable that marks all processes of a case
 SHARED_MEMORY = Path("/dev/shm")
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS = 0x00020000, 0x08000000, 0x10000000, 0x20000000
-PR_SET_PDEATHSIG = 1
 
 
 class Scope:
@@ -153,26 +153,22 @@ def isolated(act: Callable[[], None]) -> int:
 
     It exits with 0 if `act` returned. Like a child of `forked`, it ends when this process does.
     """
-    return _fork(partial(_enter, act), signal.SIGKILL)
-
-
-def forked(act: Callable[[], None]) -> int:
-    """Fork a child that calls `act` in the namespaces of this process; return the child's id."""
-    return _fork(act, signal.SIGTERM)
+    return forked(partial(_enter, act), signal.SIGKILL)
 
 
 def _enter(act: Callable[[], None]) -> None:
     _unshare()
-    inner = _fork(partial(_mount_and_act, act), signal.SIGKILL)
+    inner = forked(partial(_mount_and_act, act), signal.SIGKILL)
     if os.waitpid(inner, 0)[1]:
         raise SystemExit(1)
 
 
-def _fork(act: Callable[[], None], at_death_of_parent: int) -> int:
+def forked(act: Callable[[], None], at_death_of_parent: int = signal.SIGTERM) -> int:
+    """Fork a child that calls `act` in the namespaces of this process; return the child's id."""
     child = os.fork()
     if child == 0:
         try:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, at_death_of_parent)
+            end_with_parent(at_death_of_parent)
             # Ctrl-C is for the command. No SIG_IGN: the job would inherit it.
             signal.signal(signal.SIGINT, lambda *_: None)
             signal.signal(signal.SIGTERM, _exit)

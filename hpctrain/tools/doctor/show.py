@@ -28,12 +28,12 @@ def print_result(result: NodeResult, console: PlainConsole) -> None:
     """Print the topology, the table of checks, and the remedies on lines that users can copy."""
     for line in result.hardware.topology_lines:
         console.print(Text(line), soft_wrap=True)
-    console.print(fit_table(checks_table(result.checks), console))
-    print_remedies(result.checks, console)
+    print_checks(result.checks, console)
 
 
-def print_remedies(checks: Sequence[Check], console: PlainConsole) -> None:
-    """Print one line per remedy, and the verdict of the checks."""
+def print_checks(checks: Sequence[Check], console: PlainConsole) -> None:
+    """Print the table of checks, one line per remedy, and the verdict."""
+    console.print(fit_table(checks_table(checks), console))
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
@@ -91,8 +91,7 @@ def print_job(result: JobResult) -> None:
         console.print(Text(line), soft_wrap=True)
     if result.binding_map:
         console.print(fit_table(binding_table(result.binding_map), console))
-    console.print(fit_table(checks_table(result.checks), console))
-    print_remedies(result.checks, console)
+    print_checks(result.checks, console)
     if result.excluded_nodes:
         console.print(
             Text(f"slow or broken nodes: --exclude={result.excluded_nodes}"), soft_wrap=True

@@ -158,8 +158,6 @@ class TorchLoss(GuestLoss):
 
 def as_loss(loss: Any) -> Any:
     """Return a loss of `ht.nn` by its name or itself, or the TorchLoss of a function."""
-    if isinstance(loss, TorchLoss):
-        return loss
     if callable(loss) and not hasattr(loss, "find_fault"):
         return TorchLoss(loss)
     return nn.as_loss(loss)

@@ -236,7 +236,8 @@ def _startup_error_text(error: str, cupy_cuda_version: int) -> str:
     if driver_version // 1000 < cupy_major:
         return (
             f"CuPy was made for CUDA {cupy_major}, and the driver brings "
-            f"{_format_version(driver_version)}: pip uninstall cupy-cuda{cupy_major}x; "
+            f"{driver_version // 1000}.{driver_version % 1000 // 10}: pip uninstall "
+            f"cupy-cuda{cupy_major}x; "
             f"pip install 'hpctrain[{_matching_extra()}]'"
         )
     listed_devices = parse_visible_devices(os.environ)
@@ -261,10 +262,6 @@ def _query_capabilities() -> Iterator[int]:
             cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, i)
             cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, i)
             yield 10 * major.value + minor.value
-
-
-def _format_version(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _query_uuid(ordinal: int, listed_devices: Sequence[str]) -> str:

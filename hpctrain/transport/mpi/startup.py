@@ -100,11 +100,6 @@ def has_ranks_of(link: Link, comm: MPI.Intracomm) -> bool:
     return isinstance(waits, MpiCalls) and MPI.Comm.Compare(waits.comm, comm) == MPI.CONGRUENT
 
 
-def gather_texts(comm: MPI.Intracomm, text: str) -> list[str]:
-    """Return the `text` of every rank of `comm`; collective."""
-    return comm.allgather(text)
-
-
 def is_thread_safe() -> bool:
     """Return whether MPI lets several threads call it at once."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -37,8 +37,7 @@ class TaggedMessages:
 
     def isend(self, x: np.ndarray, dest: int, tag: int) -> TaggedRequest:
         """Start to send contiguous `x` to rank `dest`."""
-        self._check_tag(tag)
-        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
+        specs = self._specs(x, tag)
         pieces = self._post(self._comm.Isend, specs, dest, tag)
         return TaggedRequest(self, pieces, dest, tag)
 
@@ -47,8 +46,7 @@ class TaggedMessages:
 
         The first piece of a long message from any rank tells the source of the later pieces.
         """
-        self._check_tag(tag)
-        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
+        specs = self._specs(x, tag)
         posted_at_once = 1 if source == ANY_RANK else len(specs)
         pieces = self._post(self._comm.Irecv, specs[:posted_at_once], source, tag)
         unposted = specs[posted_at_once:]
@@ -77,9 +75,11 @@ class TaggedMessages:
         """Give the communicator back to MPI; all ranks must call."""
         self._link.endpoint.free()
 
-    def _check_tag(self, tag: int) -> None:
+    def _specs(self, x: np.ndarray, tag: int) -> list[Spec]:
+        """Return the buffers of the pieces of `x`; raise TransportError for an invalid tag."""
         if not 0 <= tag <= self.max_tag:
             raise TransportError(f"expected a tag in 0 .. {self.max_tag}, seen {tag}")
+        return [buffer_spec(piece) for piece in cut_pieces(x, self._calls.max_piece_bytes)]
 
 
 class TaggedRequest:

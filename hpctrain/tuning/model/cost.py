@@ -106,14 +106,6 @@ def all_gather(n: int, ranks: int) -> Cost:
     return Cost(ranks - 1, n * (ranks - 1) / ranks, 0)
 
 
-def ordered_reduce_scatter(n: int, ranks: int) -> Cost:
-    """Return P-1 steps to the owner of each chunk, n(P-1)/P bytes, and adds every byte.
-
-    Where each rank holds one subtotal; m subtotals cost m times as much.
-    """
-    return reduce_scatter(n, ranks)
-
-
 def doubling(n: int, ranks: int) -> Cost:
     """Return log2 P steps, n(P-1)/P bytes; round the ring if P is no power of two."""
     if ranks & (ranks - 1):
@@ -156,7 +148,8 @@ COLLECTIVES: dict[str, Callable[[int, int], Cost]] = {
     **ALLREDUCE,
     "reduce-scatter": reduce_scatter,
     "all-gather": all_gather,
-    "ordered-reduce-scatter": ordered_reduce_scatter,
+    # to the owner of each chunk, where each rank holds one subtotal; m subtotals cost m times it
+    "ordered-reduce-scatter": reduce_scatter,
     "doubling": doubling,
     "reduce": reduce,
     "broadcast": broadcast,

@@ -85,7 +85,8 @@ class HostRing:
         self._alive = set(range(len(self._endpoints)))
         self._announced: dict[int, float] = {}  #: dead hosts, and until when we announce them
         self._heard_s, self._sent_s = float("nan"), float("-inf")
-        self._was_heard, self._is_cut_off = False, False
+        #: whether a datagram of the previous host has ever arrived
+        self.was_heard, self._is_cut_off = False, False
         self._pause = 1.0  #: grows while the kernel of a silent host answers
         self._trial: _Trial | None = None
         self._requests: dict[tuple[int, int], _Request] = {}
@@ -94,11 +95,6 @@ class HostRing:
     def previous(self) -> int:
         """The host that this one observes."""
         return self._neighbour(-1)
-
-    @property
-    def was_heard(self) -> bool:
-        """Whether the host before this one was ever heard; a silent network proves no death."""
-        return self._was_heard
 
     def restart(self, now_s: float) -> None:
         """Begin the silence anew: this process was itself stopped, perhaps with its job."""
@@ -125,7 +121,7 @@ class HostRing:
             if datagram is not None:
                 self._handle_datagram(datagram, now_s, limit_s)
         self._answer_requests(now_s, limit_s)
-        if self._was_heard:
+        if self.was_heard:
             self._judge_previous(now_s, limit_s)
 
     def _neighbour(self, direction: int) -> int:
@@ -191,7 +187,7 @@ class HostRing:
                 self._cut_off()
 
     def _note_sign_of_life(self, now_s: float, pause: float) -> None:
-        self._heard_s, self._pause, self._was_heard = now_s, pause, True
+        self._heard_s, self._pause, self.was_heard = now_s, pause, True
         self._end_trial()
 
     def _remove_host(self, subject: int, now_s: float) -> None:

@@ -25,7 +25,12 @@ from hpctrain.tools.doctor.job import (
     output_folder,
     ping_pong,
 )
-from hpctrain.tools.doctor.job.result import JobResult, gather_json, watch_job
+from hpctrain.tools.doctor.job.result import (
+    RANK_0_HEAD_START_S,
+    JobResult,
+    gather_json,
+    watch_job,
+)
 from hpctrain.tools.doctor.node import check_free_memory
 from hpctrain.training.timeline import kernel
 from hpctrain.transport.device import gpus
@@ -36,7 +41,6 @@ from hpctrain.world import World, init
 
 #: How long a rank may keep others waiting before the job is ended.
 HANG_TIMEOUT_S = 30.0
-RANK_0_HEAD_START_S = 3.0  # so that rank 0 can print an error that all ranks have raised
 DEFAULT_OUT = Path()
 Answers = list[Any]  #: every rank's answer, by rank
 

@@ -31,7 +31,7 @@ from hpctrain.transport.placement.check import RankBinding
 from hpctrain.watch import HungReport, Watch, write_report
 from hpctrain.world import World, watched
 
-RANK_0_HEAD_START_S = 3.0  # so that rank 0 reports a hang before other ranks do
+RANK_0_HEAD_START_S = 3.0  # so that rank 0 reports what all ranks see before they do
 PrintReport = Callable[[str], None]  #: prints a report of a hang, on rank 0
 
 

@@ -7,7 +7,6 @@ ends when this process does, in whatever way.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from hpctrain.cluster.netlab import netlab
 from hpctrain.core import launchers, opening, progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
+from hpctrain.core.rank_marks import end_with_parent
 from hpctrain.tools.scaling.collect import LEVELS
 from hpctrain.tools.scaling.study import Study
 from hpctrain.tools.scaling.trial_recipe import Size
@@ -29,7 +29,6 @@ PLACES = ("local", "netlab", "slurm")
 LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch
 POLL_S = 2.0  #: more often would take time from the timed ranks
 _GRACE_S = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 def must_work(on: str, sizes: Sequence[Size], link: str | None) -> MpiInstallation | None:
@@ -91,7 +90,7 @@ def run(
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,  # `launch` then stops its ranks
         )
         try:
             return _wait_for_exit(process, limit_s, on_poll)
@@ -123,8 +122,3 @@ def _stop_job(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
             return
-
-
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM when the study is killed: `launch` then stops its ranks."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
