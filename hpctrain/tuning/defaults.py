@@ -7,7 +7,7 @@ overhead per message, the MPI library's own does not: below some 30 KiB it is fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -84,8 +84,9 @@ def predict_times(layout: NodeLayout, n: int) -> Iterator[AlgorithmTime]:
     """Yield every applicable algorithm with its predicted time for arrays of `n` bytes."""
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
-            if name != "hierarchical":
-                yield AlgorithmTime(name, in_memory, n, _flat_seconds(layout, name, n))
+            share = 1 if name in STREAMING_ALGORITHMS else BANDWIDTH_SHARE
+            seconds = flat_seconds(layout.nodes, INTRA_NODE, INTER_NODE, name, n, share=share)
+            yield AlgorithmTime(name, in_memory, n, seconds)
         if len(layout.nodes) > 1 and max(layout.nodes) > 1:
             yield AlgorithmTime(
                 "hierarchical", in_memory, n, _hierarchical_seconds(layout, in_memory, n)
@@ -97,15 +98,25 @@ def predict_times(layout: NodeLayout, n: int) -> Iterator[AlgorithmTime]:
             yield AlgorithmTime("direct", in_memory, n, seconds)
 
 
-def _flat_seconds(layout: NodeLayout, name: str, n: int) -> float:
-    """Return the seconds of a flat algorithm; ranks of a node share its wire to other nodes."""
-    if len(layout.nodes) == 1:
-        return INTRA_NODE.seconds(cost.ALLREDUCE[name](n, layout.ranks))
-    sharing_ranks = 1 if name == "ring" else max(layout.nodes)
-    beta = (
-        INTER_NODE.beta * sharing_ranks / (1 if name in STREAMING_ALGORITHMS else BANDWIDTH_SHARE)
-    )
-    return replace(INTER_NODE, beta=beta).seconds(cost.ALLREDUCE[name](n, layout.ranks))
+def flat_seconds(
+    nodes: Sequence[int],
+    intra_node: cost.Machine,
+    inter_node: cost.Machine,
+    name: str,
+    n: int,
+    *,
+    share: float = 1,
+) -> float:
+    """Return the seconds of a flat algorithm; ranks of a node share its wire to other nodes.
+
+    `nodes`: the ranks of each node. `share`: the part of the bandwidth between nodes that is used.
+    """
+    algorithm_cost = cost.ALLREDUCE[name](n, sum(nodes))
+    if len(nodes) == 1:
+        return intra_node.seconds(algorithm_cost)
+    sharing_ranks = 1 if name == "ring" else max(nodes)
+    beta = inter_node.beta * sharing_ranks / share
+    return replace(inter_node, beta=beta).seconds(algorithm_cost)
 
 
 def _hierarchical_seconds(layout: NodeLayout, in_memory: bool, n: int) -> float:

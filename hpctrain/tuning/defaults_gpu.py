@@ -15,7 +15,7 @@ from hpctrain.collectives import Group
 from hpctrain.collectives.node_buffers import GPU_BUFFER_BYTES
 from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
-from hpctrain.tuning.defaults import plan_from_model
+from hpctrain.tuning.defaults import flat_seconds, plan_from_model
 from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.model import cost, fit
 
@@ -88,7 +88,8 @@ def predict_times(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
     has_several_nodes = len(layout.nodes) > 1
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
-            yield AlgorithmTime(name, in_memory, n, _flat_seconds(layout, name, n))
+            seconds = flat_seconds(layout.nodes, layout.intra_node, layout.inter_node, name, n)
+            yield AlgorithmTime(name, in_memory, n, seconds)
         if has_several_nodes and max(layout.nodes) > 1:
             yield AlgorithmTime(
                 "hierarchical", in_memory, n, _hierarchical_seconds(layout, in_memory, n)
@@ -97,17 +98,6 @@ def predict_times(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
             seconds = _direct_seconds(layout, layout.nodes[0], layout.mapped_rate, n)
             seconds += 0 if in_memory else _copy_seconds(layout, n)
             yield AlgorithmTime("direct", in_memory, n, seconds)
-
-
-def _flat_seconds(layout: GpuNetwork, name: str, n: int) -> float:
-    """Return the seconds of a flat algorithm; ranks of a node share its wire to other nodes."""
-    algorithm_cost = cost.ALLREDUCE[name](n, sum(layout.nodes))
-    if len(layout.nodes) == 1:
-        return layout.intra_node.seconds(algorithm_cost)
-    sharing_ranks = 1 if name == "ring" else max(layout.nodes)
-    return replace(layout.inter_node, beta=layout.inter_node.beta * sharing_ranks).seconds(
-        algorithm_cost
-    )
 
 
 def _hierarchical_seconds(layout: GpuNetwork, in_memory: bool, n: int) -> float:
