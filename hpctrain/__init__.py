@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain import data, engines, jax, nn, optim, parallel, torch
     from hpctrain.cluster import jobs as slurm
-    from hpctrain.training import callbacks
+    from hpctrain.training import callbacks, loggers
     from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
     from hpctrain.training.runs import load
     from hpctrain.training.trainer import Trainer
@@ -49,6 +49,7 @@ __all__ = [
     "init",
     "jax",
     "load",
+    "loggers",
     "nn",
     "optim",
     "parallel",
@@ -69,7 +70,11 @@ _MODULE_OF = {
     "load": "hpctrain.training.runs",
 }
 _PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "torch"}
-_MODULES = {"callbacks": "hpctrain.training.callbacks", "slurm": "hpctrain.cluster.jobs"}
+_MODULES = {
+    "callbacks": "hpctrain.training.callbacks",
+    "loggers": "hpctrain.training.loggers",
+    "slurm": "hpctrain.cluster.jobs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
-from hpctrain.commands._options import report_packages
+from hpctrain.commands._options import complete_choices, report_packages
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
@@ -14,8 +16,14 @@ from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
 Examples:
-  hpctrain runs
+  hpctrain runs                                       lists the runs in runs/
   hpctrain runs studies/mine --json | jq -r '.[] | select(.status == "killed") | .folder'
+  hpctrain runs export --to tensorboard runs/first
+"""
+LIST_EPILOG = """\b
+Examples:
+  hpctrain runs
+  hpctrain runs studies/mine
 
 summary.json gives the status; without it, `running` if a job holds the run's lock, else `killed`.
 The result is the test accuracy or, in this order, test r2, test loss, train loss.
@@ -29,8 +37,18 @@ FOLLOW_EPILOG = """\b
 Examples:
   hpctrain follow runs/digits-20260101-120000
   hpctrain follow runs/first && hpctrain report runs/first
+  WANDB_MODE=online hpctrain follow --to wandb runs/first
 
 It reads the files of the run alone, so it works on a login node while a job trains.
+"""
+EXPORT_EPILOG = """\b
+Examples:
+  hpctrain runs export --to tensorboard runs/* && tensorboard --logdir runs
+  hpctrain runs export --to csv --to mlflow runs/first
+  hpctrain runs export --to wandb runs/first && wandb sync runs/first/wandb/offline-run-*
+
+Each tracker needs its extra: pip install 'hpctrain[tensorboard]', 'hpctrain[wandb]' or
+'hpctrain[mlflow]'. Files that are there already are made again.
 """
 HANG_EPILOG = """\b
 Examples:
@@ -46,10 +64,26 @@ node.
 """
 
 
-@click.command(epilog=EPILOG)
+class RunsGroup(click.Group):
+    """The commands on runs; without the name of one, `list`."""
+
+    def parse_args(self, context: click.Context, words: list[str]) -> list[str]:
+        is_listing = not words or words[0] not in (*self.commands, *context.help_option_names)
+        return super().parse_args(context, ["list", *words] if is_listing else words)
+
+
+@click.group(cls=RunsGroup, epilog=EPILOG)
+def runs() -> None:
+    """List runs, follow one, or export their rows to a tracker.
+
+    `hpctrain runs [DIR]` is `hpctrain runs list [DIR]`.
+    """
+
+
+@runs.command("list", epilog=LIST_EPILOG)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="[DIR]", default="runs")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def runs(folder: Path, as_json: bool) -> None:
+def list_runs(folder: Path, as_json: bool) -> None:
     """List the runs in DIR, by default runs/, newest first."""
     from hpctrain.tools.report import history  # late: `hang` and `report` read no rows
 
@@ -88,22 +122,69 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
         comparison.print_tables(run_comparison)
 
 
+def _to_option(required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the option that names trackers."""
+    return click.option(
+        "--to",
+        "names",
+        multiple=True,
+        required=required,
+        metavar="NAME",
+        shell_complete=complete_choices(("tensorboard", "wandb", "mlflow", "csv")),
+        help="tensorboard, wandb, mlflow or csv: write its files into DIR; may be repeated.",
+    )
+
+
+@runs.command(epilog=EXPORT_EPILOG)
+@click.argument(
+    "folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR..."
+)
+@_to_option(required=True)
+def export(folders: tuple[Path, ...], names: tuple[str, ...]) -> None:
+    """Write the rows of the runs in DIR... as a tracker has them.
+
+    They are the files that `[log] to` writes while a run trains. Prints the folders written.
+    """
+    from hpctrain.tools.report.export import export as export_run
+
+    for run in folders:
+        for name in dict.fromkeys(names):
+            say(export_run(run, name))
+
+
 @click.command(epilog=FOLLOW_EPILOG)
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@_to_option(required=False)
 @click.pass_context
-def follow(context: click.Context, run: Path) -> None:
+def follow(context: click.Context, run: Path, names: tuple[str, ...]) -> None:
     """Show the progress of the run in DIR until it ends.
 
     It exits with the run's exit code.
     """
     from hpctrain.tools.report import history
 
-    summary = history.follow(run)
+    exports = []
+    if names:
+        from hpctrain.tools.report.export import Export  # late: loads what a training needs
+
+        exports = [Export(run, name) for name in dict.fromkeys(names)]
+
+    def update(rows: list[dict[str, Any]]) -> None:
+        for item in exports:
+            item.update(rows)
+
+    summary = history.follow(run, take=update)
+    for item in exports:
+        item.end(summary)
+        say(f"wrote {item.folder}", err=True)
     status, reason = summary["status"], summary.get("reason") or ""
     say(reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": "))
     if losses := describe_losses(summary):
         say(losses)
     context.exit(summary.get("exit_code") or 0)
+
+
+runs.add_command(follow)
 
 
 @click.command(epilog=HANG_EPILOG)

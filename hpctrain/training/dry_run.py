@@ -17,6 +17,7 @@ from hpctrain.core.run_files import run_folder
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.training import loading, run_facts, runs
 from hpctrain.training.arguments import check_sets
+from hpctrain.training.loggers.options import LogOptions
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.device import gpus
 from hpctrain.world import World
@@ -33,7 +34,9 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
     Nothing is written, evaluated or saved, and no callback is called. Rank 0 prints a table. Raises
     the errors of `runs.train`.
     """
-    quiet_spec = replace(spec, early_stop=None, run=replace(spec.run, callbacks=[]))
+    quiet_spec = replace(
+        spec, early_stop=None, log=LogOptions(), run=replace(spec.run, callbacks=[])
+    )
     with _no_messages(), runs.prepare(quiet_spec, world) as job:
         own_step_s = job.fit(steps=WARM_UP_STEPS)["wall_s"] / WARM_UP_STEPS
         first_step_s = world.from_first(lambda: own_step_s)

@@ -78,12 +78,12 @@ def _fail_alone(journal: Journal, error: BaseException) -> bool:
     """
     error, segment = shortage(error) or error, journal.segment
     world, run = segment.world, segment.run
-    journal.end_alone()
     place = f"rank {world.rank} on {world.host}, step {world.trace.step}"
     reason = f"{place}: {type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, BadSampleError) else 1
     recipe_name = segment.fit.name
     facts = {"status": "failed", "exit_code": exit_code, "reason": reason, "recipe": recipe_name}
+    facts |= journal.end_alone(facts)
     with suppress(OSError):  # a full disk, say: the error itself must still be printed
         return run is None or run_folder.write_first_summary(run, facts)
     return True

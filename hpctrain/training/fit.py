@@ -13,6 +13,7 @@ from hpctrain.data.scaling import Scale
 from hpctrain.engines import Engine
 from hpctrain.optim.optimizer import Schedule
 from hpctrain.parallel.mesh import Mesh
+from hpctrain.training.loggers.loggers import Logger
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.world import World
@@ -45,6 +46,7 @@ class Fit:
     seed: int
     rate: float | Schedule | None
     callbacks: Sequence[Any]
+    loggers: Sequence[Logger]
 
     def __post_init__(self) -> None:
         """Raise UsageError for options that exclude each other."""

@@ -21,6 +21,7 @@ from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.fit import FitSegment
 from hpctrain.training.journal import Journal
+from hpctrain.training.loggers import run_loggers
 from hpctrain.training.loop import Loop
 from hpctrain.training.survival.survival import Survival
 from hpctrain.world import watched
@@ -38,9 +39,9 @@ def run_segment(
     """
     fit, world = segment.fit, segment.world
     _agree_on_batches(segment)
-    callbacks = world.on_all_ranks(lambda: _make_callbacks(segment))
     has_begun = survival.recoveries.has_begun
     resume = fit.resume or survival.has_claimed
+    callbacks = world.on_all_ranks(lambda: _make_callbacks(segment, resume))
     with ExitStack() as stack:
         if segment.run is not None:
             _claim_folder(segment, segment.run, stack, resume)
@@ -77,11 +78,12 @@ def _agree_on_batches(segment: FitSegment) -> None:
     orders.draw(world, sampler, 0, 0)
 
 
-def _make_callbacks(segment: FitSegment) -> Callbacks:
+def _make_callbacks(segment: FitSegment, resume: bool) -> Callbacks:
     """Return the callbacks; raise UsageError for arguments that do not fit."""
     fit, replica, sampler, test = segment.fit, segment.replica, segment.sampler, segment.test
     training = orders.samples_to_check(fit.train, sampler)
     check_sets(replica.model, replica.loss, training=training, test=test)
+    run_loggers.check(fit.loggers, segment.run, is_new=not resume)
     check_metrics(replica.loss, fit.callbacks, fit.checkpoints.keep_best, test is not None)
     if fit.micro_batches > 1 and replica.normalizes_batch:
         raise UsageError(

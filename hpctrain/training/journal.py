@@ -21,6 +21,7 @@ from hpctrain.optim.optimizer import rate_at, rate_curve
 from hpctrain.training import run_facts
 from hpctrain.training.counters import OpenRow, RunTimes, SkipCounter
 from hpctrain.training.fit import FitSegment
+from hpctrain.training.loggers.run_loggers import RunLoggers
 from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
@@ -47,6 +48,7 @@ class Journal:
             segment.mesh, engine, recipe.faults.slow_rank if recipe else None
         )
         self.files = RunFiles(None if world.rank else run)
+        self._loggers = RunLoggers(segment)
         self._timeline = Timeline(world, run, segment.fit.trace)
         self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
         self._last_row: dict[str, Any] = {}  # the latest row
@@ -75,6 +77,7 @@ class Journal:
         self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
             self.open_row.close(step)
+        self._loggers.rows = rows
         # A run that was complete makes no new row: its summary is from the last one.
         self._last_row = rows[-1] if rows else {}
         self.open_row.since_s = (self._last_row.get("wall_s") or 0.0) * self._recoveries.has_begun
@@ -87,6 +90,7 @@ class Journal:
         if is_first:
             recipe_text = self._recipe.toml() if self._recipe else None
             self._world.on_all_ranks(lambda: self.files.begin(recipe_text))
+        self._loggers.begin(step)
         self._timeline.begin()
         if self._world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.segment.fit.name, step, self.segment.total_steps)
@@ -145,6 +149,7 @@ class Journal:
         self._stragglers.row(rank_facts)
         if self._world.rank == 0:
             self.files.add(self._last_row)
+            self._loggers.add(self._last_row)
             if self._bar is None:
                 log.info(progress.line(self._last_row, self.segment.total_steps))
         return self._last_row
@@ -200,7 +205,10 @@ class Journal:
             summary = self._done_summary  # nothing was done: what was measured stands
         self.close_bar()
         self._timeline.end()  # summary.json is the last of all files
-        fault = self._world.from_first(lambda: self.files.end(summary))
+        fault, counts = self._world.from_first(
+            lambda: self._loggers.end_before(summary, self.files.end)
+        )
+        summary = {**summary, **counts, **summary}  # of a run that was done: its own counts
         if fault and status == "done":
             raise SaveError(fault)
         if fault and self._world.rank == 0:
@@ -216,10 +224,11 @@ class Journal:
         if self._bar is not None:
             self._bar.close(self.open_row.since_step)
 
-    def end_alone(self) -> None:
-        """End bar and trace on a rank that fails alone."""
+    def end_alone(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """End bar, trace and loggers on a rank that fails alone; return the loggers' counts."""
         self.close_bar()
         self._timeline.end_alone()
+        return self._loggers.end(summary)
 
     def _make_summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self._world, self._engine, self.open_row.since_step

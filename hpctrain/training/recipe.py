@@ -27,6 +27,7 @@ from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.training import split_model
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
+from hpctrain.training.loggers.options import LogOptions
 from hpctrain.training.run_options import (
     BatchOptions,
     CheckpointOptions,
@@ -47,6 +48,7 @@ OPTIONS: dict[str, Any] = {
     "checkpoint": CheckpointOptions,
     "faults": FaultsOptions,
     "trace": TraceOptions,
+    "log": LogOptions,
 }
 
 
@@ -69,6 +71,7 @@ class Recipe:
     faults: FaultsOptions
     early_stop: EarlyStop | None
     trace: TraceOptions
+    log: LogOptions
     init: Path | None
     code: Code
     tables: Table  #: with absolute paths

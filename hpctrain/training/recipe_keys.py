@@ -18,7 +18,7 @@ def list_all_keys(spec: Recipe) -> Table:
     wire_keys = {option.name for option in fields(WireOptions)}
     tables = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
               "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
-              "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
+              "log": spec.log, "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
               "pipeline": spec.pipeline}  # fmt: skip
     values = {name: _options(part) for name, part in tables.items() if part is not None}
     values["optimizer"] = _options(spec.optimizer) | _options(spec.batch)

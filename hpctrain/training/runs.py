@@ -91,6 +91,7 @@ def prepare(
 
     `recorded`: the scale of the data of a run that is resumed.
     """
+    loggers = world.on_all_ranks(spec.log.make)
     nodes = 1 if world.is_spare else len(world.main.nodes)  # a spare does not know them
     sizes = world.on_all_ranks(lambda: spec.must_fit(world.size, nodes))
     current_code, recorded_code = spec.code.sha256, spec.code.recorded
@@ -122,7 +123,7 @@ def prepare(
         spec.run.seed,
         spec.run.precision,
         world,
-        callbacks=world.on_all_ranks(lambda: _make_callbacks(spec)),
+        callbacks=[*world.on_all_ranks(lambda: _make_callbacks(spec)), *loggers],
         faults=spec.faults,
         init=spec.init if init else None,
         mesh=spec.mesh,

@@ -33,6 +33,7 @@ from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica
 from hpctrain.training.fit import Fit, FitSegment, RunOrigin
 from hpctrain.training.fit_call import run_segment
+from hpctrain.training.loggers import run_loggers
 from hpctrain.training.loop import evaluate
 from hpctrain.training.run_options import (
     CheckpointOptions,
@@ -71,9 +72,9 @@ class Trainer:
         default rate. `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`, or a
         name, such as "ps-async", for their defaults. `precision`: float32 or float64; on a GPU also
         tf32, bf16 or fp16, see `hpctrain.gradients.precision`; by default float32, or the dtype of
-        a torch.nn.Module. `callbacks`: functions of each row
-        of metrics, or objects with hooks, see `ht.callbacks`. `faults`: planted delays of ranks,
-        see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
+        a torch.nn.Module. `callbacks`: functions of each row of metrics, objects with hooks, see
+        `ht.callbacks`, and loggers, see `ht.loggers`. `faults`: planted delays of ranks, see
+        `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
         with the initial weights. `mesh`, `pipeline`: see `hpctrain.parallel.options`; with
         MeshOptions(pipe=2) two ranks hold a replica together. Raises UsageError on all ranks if
         engine, mesh, faults or `init` do not fit, or if ranks have different models, and
@@ -85,7 +86,8 @@ class Trainer:
         chosen_precision = self.world.on_all_ranks(lambda: choose_precision(model, precision))
         if getattr(model, "marks_absent", False):
             optimizer = skip_absent(optimizer)
-        self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
+        self.seed, self.rate = seed, optimizer.rate
+        self.callbacks, self.loggers = run_loggers.split(callbacks)
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
         self.world.on_all_ranks(
             lambda: split_model.check(mesh, pipeline, engine, chosen_precision, faults, model=model)
@@ -188,6 +190,7 @@ class Trainer:
             seed=self.seed,
             rate=self.rate,
             callbacks=self.callbacks,
+            loggers=self.loggers,
         )
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as stack:

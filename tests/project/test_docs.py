@@ -36,6 +36,7 @@ from hpctrain.gradients.reducer import WireOptions
 from hpctrain.training import run_options
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
+from hpctrain.training.loggers.options import LogOptions
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.world import World
 
@@ -213,7 +214,7 @@ SHOWN = {
     "run": run_options.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
     "optimizer": optim.SgdOptions, "schedule": optim.CosineOptions, "engine": engines.AllReduce,
     "wire": WireOptions, "checkpoint": run_options.CheckpointOptions, "early_stop": EarlyStop,
-    "trace": TraceOptions, "faults": FaultsOptions,
+    "trace": TraceOptions, "log": LogOptions, "faults": FaultsOptions,
 }  # fmt: skip
 
 

@@ -70,6 +70,7 @@ OPENED = {
     "training/stragglers.py": KERNEL, "transport/placement/core_binding.py": KERNEL,
     "transport/shared_memory/dev_shm.py": KERNEL, "watch/liveness/channel.py": KERNEL,
     "core/run_files/run_folder.py": MEMORY, "transport/mpi/segments.py": MEMORY,
+    "training/loggers/to_mlflow.py": "a copy of a file in a new folder, renamed into place",
     "tools/doctor/job/output_folder.py": NEW, "transport/shared_memory/host.py": NEW,
     "checkpoint/parts.py": "a folder, to write it through to the disk",
     "cluster/guard.py": "runs without the package",

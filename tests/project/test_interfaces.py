@@ -65,6 +65,7 @@ QUESTIONS: dict[str, int] = {
     "training/dry_run.py": 1,
     "training/journal.py": 1,
     "training/loading.py": 5,
+    "training/loggers/run_loggers.py": 1,
     "training/loop.py": 1,
     "training/orders.py": 1,
     "training/runs.py": 2,

@@ -16,7 +16,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 
 TABLES = ("run", "model", "loss", "data", "optimizer", "schedule", "engine", "wire", "mesh",
-          "pipeline", "elastic", "checkpoint", "early_stop", "trace", "faults", "code")  # fmt: skip
+          "pipeline", "elastic", "checkpoint", "early_stop", "trace", "log", "faults",
+          "code")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
 RIVALS = {
     "run": (("epochs", "steps"), ("evaluate_epochs", "evaluate_steps")),

@@ -6,6 +6,7 @@ DIR/checkpoints/     see hpctrain/checkpoint
 DIR/summary.json     the outcome; written last, so that a reader never sees it incomplete
 DIR/replay/          the order of events of an asynchronous run; see hpctrain/engines/replay
 DIR/trace.json       the spans of each thread, if [trace] is enabled; see hpctrain/training/timeline
+DIR/NAME/            of a tracker: tensorboard, wandb, mlflow, csv; see hpctrain/training/loggers
 DIR/watch/           the present state of each rank, while it runs
 """
 

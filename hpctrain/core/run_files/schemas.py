@@ -109,6 +109,7 @@ class Summary(Metrics):
     params_sha256: str | None = None
     seed: Count | None = None
     versions: dict[str, Any] | None = None
+    loggers: list[dict[str, Any]] | None = None
 
 
 def row(entry: dict[str, Any]) -> dict[str, Any]:

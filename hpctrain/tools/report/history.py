@@ -138,19 +138,25 @@ def _entry_cells(entry: HistoryEntry) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def follow(run: Path, wait: Callable[[float], None] = time.sleep) -> dict[str, Any]:
+def follow(
+    run: Path,
+    wait: Callable[[float], None] = time.sleep,
+    take: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> dict[str, Any]:
     """Show rows of metrics as they come, on stderr; return the summary once the run has ended.
 
     On a terminal a progress bar, else a line per row. A run that was killed writes no summary:
     after a while without its lock this is said, and the view goes on, as the run may be resumed.
-    Raises UsageError if `run` holds no run, FileError for damaged files.
+    `take` gets all rows at each look. Raises UsageError if `run` holds no run, FileError for
+    damaged files.
     """
     record.read(run)
     bar: progress.Bar | None = None
     last_step, silent_s = 0, 0.0
     while True:
         summary = run_folder.read_summary(run)  # first: rows that were written before it count
-        rows = [row for row in run_folder.rows(run) if row["step"] > last_step]
+        take(all_rows := run_folder.rows(run))
+        rows = [row for row in all_rows if row["step"] > last_step]
         for row in rows:
             last_step, total = row["step"], row.get("total_steps") or row["step"]
             if bar is None and summary is None:

@@ -122,7 +122,7 @@ def _prefix_errors(size: Size) -> Iterator[None]:
 def make_trial_recipe(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Recipe:
     """Return the recipe of a trial of `size`."""
     tables = deepcopy(spec.tables)
-    for name in ("early_stop", "trace"):
+    for name in ("early_stop", "trace", "log"):
         tables.pop(name, None)
     tables["checkpoint"] = {"keep": 1}
     run = tables["run"]
@@ -166,6 +166,7 @@ def describe_deviations(
         "callbacks": spec.run.callbacks,
         "early stop": spec.early_stop,
         "trace": spec.trace.enabled,
+        "loggers": spec.log.names,
         "keep_best": spec.checkpoint.keep_best,
     }
     if omitted := [name for name, value in features.items() if value]:

@@ -1,0 +1,149 @@
+"""A tracker that raises, hangs or has no room: training goes on, and the rows lost are counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+import hpctrain as ht
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.run_files import run_folder
+from hpctrain.training.loggers import feed, run_loggers
+from hpctrain.training.loggers.loggers import CSV
+from hpctrain.training.loggers.tracker import Tracker
+from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.world import over_threads
+
+X = np.random.default_rng(0).standard_normal((24, 4)).astype(np.float32)
+ROWS = 8
+
+
+class Broken(Tracker):
+    """A tracker whose method `at` raises or waits until `freed`."""
+
+    kind = "broken"
+
+    def __init__(self, target, at: str, act):
+        super().__init__(target)
+        self.at, self.act = at, act
+
+    def do(self, method: str):
+        if method == self.at:
+            self.act()
+
+    def begin(self, step, has_rows):
+        self.do("begin")
+        return 0
+
+    def log(self, step, values):
+        self.do("log" if step > 3 else "early")
+
+    def end(self, summary):
+        self.do("end")
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def fit(callbacks, steps=2, out=None):
+    """Train on one rank, a thread, with a row per step; return the summary."""
+
+    def body(link):
+        model, world = ht.nn.Model([ht.nn.Linear(3)], 4), over_threads(link)
+        with ht.Trainer(model, "sgd", callbacks=callbacks, world=world) as trainer:
+            samples, options = (X, X[:, :3].argmax(1)), ht.FitOptions(interval_steps=1)
+            return trainer.fit(samples, steps=steps, batch=6, out=out, options=options)
+
+    return run_ranks(1, body)[0]
+
+
+ERRORS = {
+    "error": RuntimeError("no such project"),
+    "disk": OSError(28, "No space left on device"),
+    "exit": SystemExit(1),
+}
+#: rows dropped, by the method that fails; that it fails is noted in any case
+DROPPED = {"begin": ROWS, "log": ROWS - 3, "end": 0}
+
+
+@pytest.fixture
+def freed():
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("at", DROPPED)
+@pytest.mark.parametrize("act", [*ERRORS, "hang"])
+def test_training_goes_on(at, act, tmp_path, monkeypatch, freed, caplog):
+    action = freed.wait if act == "hang" else partial(fail, ERRORS[act])
+    monkeypatch.setattr(CSV, "make_tracker", lambda self, target: Broken(target, at, action))
+    monkeypatch.setattr(run_loggers, "END_S", 0.2 if act == "hang" else 30.0)
+    out = tmp_path / "run"
+    before = {*threading.enumerate()}
+    with caplog.at_level(logging.WARNING, "hpctrain.training.loggers"):
+        summary = fit([CSV()], ROWS, out=out)
+    assert [row["step"] for row in run_folder.rows(out)] == [*range(1, ROWS + 1)]
+    assert run_folder.read_summary(out) == summary | {"loggers": summary["loggers"]}
+    (counts,) = summary["loggers"]
+    assert (summary["status"], counts["rows"], counts["dropped"]) == ("done", ROWS, DROPPED[at])
+    fault = "not done 0." if act == "hang" else str(ERRORS[act])
+    assert fault in counts["fault"]
+    said = [record.getMessage() for record in caplog.records]
+    assert sum(counts["fault"] in text for text in said) == 1 + bool(DROPPED[at])
+    if DROPPED[at]:
+        assert f"{DROPPED[at]} of {ROWS} rows dropped" in said[-1]
+    freed.set()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(30)
+
+
+def test_rows_that_find_the_queue_full_are_dropped_at_once(tmp_path, monkeypatch, freed):
+    monkeypatch.setattr(feed, "MOST_ROWS", 5)
+    monkeypatch.setattr(
+        CSV, "make_tracker", lambda self, target: Broken(target, "begin", freed.wait)
+    )
+    logger = CSV(tmp_path)
+    for step in range(1, 100):
+        logger.log({"x": step}, step)
+    waiting = threading.Timer(0.2, freed.set)
+    waiting.start()
+    counts = logger.close()
+    waiting.join()
+    assert counts["rows"] == 99
+    assert counts["dropped"] in (94, 95)  # the call of `begin` runs, or waits as well
+    assert "5 rows wait" in counts["fault"]
+
+
+WRONG = {
+    "folder": (lambda path: CSV(3), "folder: expected a path, seen 3"),
+    "config": (lambda path: CSV(path, config={"x": {1}}), "config: expected a dict of JSON"),
+    "value": (lambda path: CSV(path).log({"x": "1"}, 1), "'x': expected a number, seen '1'"),
+    "step": (lambda path: CSV(path).log({"x": 1}, 0), "step: expected 1 or more, seen 0"),
+    "no folder": (lambda path: CSV().log({"x": 1}, 1), "ht.loggers.CSV needs a folder"),
+    "fit without": (lambda path: fit([CSV()]), "ht.loggers.CSV needs a folder"),
+    "two": (lambda path: fit([CSV(path), CSV(path)]), "two loggers write to"),
+    "another run": (lambda path: (path / "csv").mkdir() or fit([CSV(path)]), "holds another run"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_use_is_refused(wrong, tmp_path):
+    call, text = WRONG[wrong]
+    with pytest.raises(UsageError, match=text):
+        call(tmp_path)
+
+
+def test_a_run_that_fails_ends_its_log(tmp_path):
+    def stumble(row):
+        if row["step"] == 4:
+            raise ValueError("planted")
+
+    with pytest.raises(HpctrainError, match="planted"):
+        fit([CSV(), stumble], 8, tmp_path / "run")
+    assert (tmp_path / "run/csv/summary.json").exists()
