@@ -8,7 +8,10 @@ from hpctrain.commands._lazy import LazyGroup, load_command
 
 #: file: its commands
 FILES = {
-    **{name: (name,) for name in ("train", "bench", "doctor", "scale", "slurm", "recipe", "chaos")},
+    **{
+        name: (name,)
+        for name in ("train", "bench", "doctor", "scale", "slurm", "recipe", "chaos", "data")
+    },
     "horovodrun": ("horovodrun",),
     "pipeline": ("pipeline",),
     "bench_measured": ("tune",),

@@ -63,10 +63,10 @@ class NpyOptions(ArrayOptions):
         return self.finish(make_split(train, test, self.x, self.classes), seed)
 
     def _open_samples(self, x: str, y: str, finite: bool) -> StoredSamples:
-        return StoredSamples(_map_file(x), _map_file(y), self.classes, f"{x}, {y}", finite)
+        return StoredSamples(map_file(x), map_file(y), self.classes, f"{x}, {y}", finite)
 
 
-def _map_file(name: str) -> np.ndarray:
+def map_file(name: str) -> np.ndarray:
     """Return the mapped array of a file; only the header is read."""
     path = expanded(name)
     with open_regular(path, NAMED) as file:

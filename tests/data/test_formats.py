@@ -207,8 +207,8 @@ def test_images_in_columns_and_members_are_pixels(tmp_path, image):
 
 BAD_COLUMNS = {
     "text": ({"a": ["p", "q", "r"]}, "d.parquet: a: expected numbers.*seen string.*unique"),
-    "null": ({"a": [1.0, None, 2.0]}, "a: 1 values are missing .null., the first in row 1"),
-    "null in the targets": ({"y": [0, 1, None]}, "y: 1 values are missing .null., .* row 2"),
+    "null": ({"a": [1.0, None, 2.0]}, "a: 1 value missing .null., the first in row 1"),
+    "null in the targets": ({"y": [0, 1, None]}, "y: 1 value missing .null., .* row 2"),
     "lists": ({"a": [[1], [2], [3]]}, "a: expected a number per row.*name this column alone"),
     "time": ({"a": np.array([1, 2, 3], "M8[s]")}, "seconds as float64"),
     "no rows": ({"y": [], "a": [], "b": []}, "expected rows, seen none"),
@@ -224,7 +224,7 @@ def test_columns_of_no_numbers_are_refused(tmp_path, name):
     refused(lambda: load(table, x=[]), "expected columns, seen none")
 
 
-NULL = r"a: a value is missing \(null\) in row 2|a: 1 values are missing"
+NULL = r"a: a value is missing \(null\) in row 2|a: 1 value missing"
 FINITE = [[1.0, 2.0], [1.0, 2.0]]
 BAD_CELLS = {
     "lengths": ([*FINITE, [1.0]], "a: expected lists of 2.* seen 1 in row 2"),

@@ -21,6 +21,7 @@ from hpctrain.core.names import unknown
 from hpctrain.data.formats.images import decode_image, stack_values
 
 Key = str | Sequence[str]  #: a column, or columns side by side
+_FLOATS = {"halffloat": "f2", "float": "f4", "double": "f8"}
 _REMEDIES = {
     "string": "number the texts, as numpy.unique(column, return_inverse=True) does",
     "dictionary": "write the codes of the categories as integers",
@@ -117,6 +118,14 @@ def _probe_column(field: Any, first: Any, source: str, extra: str) -> Column:
     return Column(name, place, shape, dtype, partial(_numbers, shape, place))
 
 
+def indexes(rows: np.ndarray) -> Any:
+    """Return `rows`, int64 (n,), as Arrow's array; its own conversion would import pandas."""
+    import pyarrow
+
+    buffer = pyarrow.py_buffer(np.ascontiguousarray(rows, np.int64))
+    return pyarrow.Array.from_buffers(pyarrow.int64(), len(rows), [None, buffer])
+
+
 def _storage(type_: Any) -> Any:
     return getattr(type_, "storage_type", type_)
 
@@ -144,7 +153,11 @@ def _numpy_dtype(leaf: Any, whole: Any, place: str) -> np.dtype:
         raise UsageError(
             f"{place}: expected numbers, lists of numbers or images, seen {whole}; {hint}"
         )
-    return np.dtype(leaf.to_pandas_dtype())
+    return _leaf_dtype(leaf)
+
+
+def _leaf_dtype(leaf: Any) -> np.dtype:
+    return np.dtype(_FLOATS.get(str(leaf), str(leaf)))
 
 
 def _fixed_shape(type_: Any) -> tuple[int, ...]:
@@ -183,7 +196,7 @@ def _numbers(shape: tuple[int, ...], place: str, array: Any, rows: np.ndarray) -
     array = _plain(array)
     for length in _lengths_of(array, shape):
         _must_not_be_null(array, rows, place)
-        lengths = compute.list_value_length(array).to_numpy(zero_copy_only=False)
+        lengths = _values(compute.list_value_length(array))
         if (lengths != length).any():
             bad = int(np.argmax(lengths != length))
             row = rows[bad // max(1, len(array) // len(rows))]
@@ -193,7 +206,15 @@ def _numbers(shape: tuple[int, ...], place: str, array: Any, rows: np.ndarray) -
             )
         array = _plain(array.flatten())
     _must_not_be_null(array, rows, place)
-    return array.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)
+    return _values(array).reshape(len(rows), *shape)
+
+
+def _values(array: Any) -> np.ndarray:
+    """Return the numbers of an array without nulls; Arrow's own function imports pandas."""
+    dtype, buffer = _leaf_dtype(array.type), array.buffers()[1]
+    if dtype.kind == "b" or buffer is None:  # bits
+        return array.to_numpy(zero_copy_only=False)
+    return np.frombuffer(buffer, dtype)[array.offset : array.offset + len(array)]
 
 
 def _lengths_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -36,11 +36,15 @@ def probe(path: Path, keys: tuple[arrow.Key, ...], split: str | None = None) -> 
     return [_probe_columns(path, split, data, key) for key in keys]
 
 
-def list_splits(path: Path) -> dict[str | None, list[str]]:
-    """Return the columns by split; a data set without splits has the name None."""
+def list_keys(path: Path, split: str | None = None) -> list[str]:
+    """Return the names of a split's columns."""
+    return list(_open(path, split).column_names)
+
+
+def list_splits(path: Path) -> dict[str, int]:
+    """Return the number of rows of each split; none for a data set without splits."""
     data = _load(path)
-    splits = data if isinstance(data, dict) else {None: data}
-    return {name: list(item.column_names) for name, item in splits.items()}
+    return {name: len(item) for name, item in data.items()} if isinstance(data, dict) else {}
 
 
 def _load(path: Path) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import open_regular
+from hpctrain.core.names import counted
 from hpctrain.core.opening import NAMED
 from hpctrain.data.formats import arrow
 from hpctrain.data.formats.arrays import Blocks, Part, ReadRows, guarded
@@ -55,7 +56,7 @@ def _probe_columns(path: Path, file: Any, key: arrow.Key) -> Part:
         missing = {name: _missing(file, name) for name in names}
         _must_be_whole(path, file, missing)
         shape = (file.metadata.num_rows, *columns.shape)
-        note = f"{file.num_row_groups} row groups"
+        note = counted(file.num_row_groups, "row group")
         open_rows = partial(_open_rows, path, key)
         chunk_rows = int(max(_group_rows(file)))
         return Part(columns.place, shape, columns.dtype, chunk_rows, open_rows, note)
@@ -69,8 +70,8 @@ def _must_be_whole(path: Path, file: Any, missing: dict[str, int | None]) -> Non
             nulls = np.flatnonzero(column.is_null().to_numpy())
             row_text = f", the first in row {nulls[0]}" if len(nulls) else " in its lists"
             raise UsageError(
-                f"{path}: {name}: {count} values are missing (null){row_text}; expected none: fill "
-                "them, or remove the rows"
+                f"{path}: {name}: {counted(count, 'value')} missing (null){row_text}; expected "
+                "none: fill them, or remove the rows"
             )
 
 
@@ -112,7 +113,7 @@ def _open_rows(path: Path, key: arrow.Key) -> ReadRows:
         return file.read_row_group(number, columns=names, use_threads=False)
 
     def take(table: Any, rows: np.ndarray, first: int) -> np.ndarray:
-        return columns.read(table.take(rows - first), rows)
+        return columns.read(table.take(arrow.indexes(rows - first)), rows)
 
     blocks = Blocks(ends, load, take, lambda table: table.nbytes)
     return guarded(blocks, columns.place, "a whole Parquet file")

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpctrain.core.errors import DataError, UsageError
 from hpctrain.core.files import brief, open_regular
-from hpctrain.core.names import unknown
+from hpctrain.core.names import counted, unknown
 from hpctrain.core.opening import NAMED
 from hpctrain.data.formats.arrays import Part, ReadRows, guarded, must_be_numbers
 from hpctrain.data.formats.images import decode_image, stack_values
@@ -103,10 +103,9 @@ def _probe_members(path: Path, index: Index, key: str) -> Part:
     with open_regular(path, NAMED) as file, faults_of(place, _EXPECTED, _REMEDY):
         first = _decoder(key, place)(_read_member(file, places[0]), f"{place} of row 0")
     must_be_numbers(first.dtype, (len(places), *first.shape), place)
-    return Part(
-        place, (len(places), *first.shape), first.dtype, len(places),
-        partial(_open_rows, path, key, places, first.shape, first.dtype), f"{len(places)} members",
-    )  # fmt: skip
+    n, shape, dtype = len(places), first.shape, first.dtype
+    open_rows = partial(_open_rows, path, key, places, shape, dtype)
+    return Part(place, (n, *shape), dtype, n, open_rows, counted(n, "member"))
 
 
 def _read_member(file: BinaryIO, place: np.ndarray) -> bytes:
