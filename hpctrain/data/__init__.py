@@ -14,9 +14,9 @@ from hpctrain.data.derived import (
     has_known_targets,
     known_targets,
     resize_training_set,
-    unwrap,
 )
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
+from hpctrain.data.reading import ReadOptions, ReadSamples, reading_of, unwrap, with_reading
 from hpctrain.data.sampler import EpochOrder, Sampler, dropped_batch, order, order_of, share
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ __all__ = [
     "NpzOptions",
     "ParquetOptions",
     "Prefetch",
+    "ReadOptions",
+    "ReadSamples",
     "SafetensorsOptions",
     "Sampler",
     "Samples",
@@ -65,9 +67,11 @@ __all__ = [
     "order_of",
     "path_keys",
     "read",
+    "reading_of",
     "resize_training_set",
     "share",
     "unwrap",
+    "with_reading",
     "batches_to_read_ahead",
 ]
 

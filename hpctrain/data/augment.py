@@ -17,6 +17,7 @@ import pydantic
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import DerivedSamples, Samples, Split
+from hpctrain.data.reading import ReadOptions
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from, scale_split
 
 # Tells this stream from the stream of `sampler.order`, which has the same key.
@@ -71,8 +72,8 @@ def shift_images(x: np.ndarray, down: np.ndarray, right: np.ndarray, max_shift: 
 
 
 @config.options
-class ArrayOptions:
-    """Keys of `[data]` for arrays: their scale, and random changes of training images."""
+class ArrayOptions(ReadOptions):
+    """Keys of `[data]` for arrays: their scale, random changes of training images, reading."""
 
     PATHS: ClassVar[tuple[str, ...]] = ()  #: keys that name files
     scale: Rule = "auto"

@@ -17,10 +17,9 @@ import numpy as np
 
 from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
-from hpctrain.data.augment import AugmentedSamples
 from hpctrain.data.dataset import Dataset, DerivedSamples, Samples, Split
+from hpctrain.data.reading import unwrap
 from hpctrain.data.sampler import order_of
-from hpctrain.data.scaling import ScaledSamples
 from hpctrain.data.stored import StoredSamples
 
 
@@ -77,13 +76,6 @@ class SelectedSamples:
 
 
 SAMPLES_PER_CHECK = 16  #: samples of other sets that are read to see their targets
-
-
-def unwrap(samples: Samples) -> Samples:
-    """Return the data set without changes of its samples or its length."""
-    while isinstance(samples, AugmentedSamples | ResizedSamples | ScaledSamples):
-        samples = samples.samples
-    return samples
 
 
 def has_known_targets(samples: Samples) -> bool:

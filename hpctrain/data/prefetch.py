@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.derived import unwrap
+from hpctrain.data.reading import unwrap
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -7,6 +7,13 @@ ranks.
 
     epoch 0, n = 10, batch = 4    step 0: 7 2 9 0    step 1: 4 1 8 3    step 2: 6 5
     step 1 on 3 ranks             rank 0: 4          rank 1: 1          rank 2: 8 3
+
+With `shuffle = "chunks"` the chunks of the file are permuted, cut into windows, and the samples of
+each window are permuted: so a chunk is used up within a few steps, and read once.
+
+    chunks of 2 samples           0 1 | 2 3 | 4 5 | 6 7 | 8 9
+    permuted, windows of 2        6 7 | 0 1       8 9 | 4 5       2 3
+    samples of each permuted      1 6 7 0         4 9 5 8         3 2
 """
 
 from __future__ import annotations
@@ -18,20 +25,34 @@ import numpy as np
 from hpctrain.core.errors import UsageError
 from hpctrain.data.augment import AugmentedSamples
 from hpctrain.data.dataset import Samples
+from hpctrain.data.reading import ReadSamples, shuffled_rows_of
 
-# Makes this stream another than other Philox streams with a key of (seed, small number).
-_INITIAL_COUNTER = (0, 0, 0, 1)
+# Makes these streams others than other Philox streams with a key of (seed, small number).
+_INITIAL_COUNTER, _CHUNK_COUNTER = (0, 0, 0, 1), (0, 0, 0, 3)
+WINDOW_CHUNKS = 16  #: chunks whose samples are permuted together
 
 
-def order(seed: int, epoch: int, n: int) -> np.ndarray:
+def order(seed: int, epoch: int, n: int, chunk_rows: int | None = None) -> np.ndarray:
     """Return the order of `n` samples in `epoch`: a permutation, int64 (n,).
 
     Sorts the raw Philox stream keyed by (seed, epoch) (Salmon et al., 2011): NumPy guarantees these
-    bits, while `Generator.permutation` may change with its version.
+    bits, while `Generator.permutation` may change with its version. With `chunk_rows` chunk c
+    begins at sample c * chunk_rows. A second stream with the same key sorts the chunks, every
+    WINDOW_CHUNKS in a row are a window, and samples are sorted by window, then by their word.
     """
+    words = _draw_words(seed, epoch, _INITIAL_COUNTER, n)
+    if chunk_rows is None:
+        return np.argsort(words, kind="stable")
+    chunks = -(-n // chunk_rows)
+    windows = np.empty(chunks, np.int32)
+    chunk_order = np.argsort(_draw_words(seed, epoch, _CHUNK_COUNTER, chunks), kind="stable")
+    windows[chunk_order] = np.arange(chunks) // WINDOW_CHUNKS
+    return np.lexsort((words, np.repeat(windows, chunk_rows)[:n]))
+
+
+def _draw_words(seed: int, epoch: int, counter: tuple[int, ...], n: int) -> np.ndarray:
     key = np.array([seed, epoch], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=_INITIAL_COUNTER).random_raw(n)
-    return np.argsort(words, kind="stable")
+    return np.random.Philox(key=key, counter=counter).random_raw(n)
 
 
 def share(
@@ -69,7 +90,7 @@ def dropped_batch(samples: Samples) -> int:
 
 
 def _without_augmentation(samples: Samples) -> Samples:
-    while isinstance(samples, AugmentedSamples):
+    while isinstance(samples, AugmentedSamples | ReadSamples):
         samples = samples.samples
     return samples
 
@@ -88,10 +109,12 @@ class Sampler:
         seed: int,
         order: EpochOrder | None = None,
         drop_last: bool = False,
+        *,
+        chunk_rows: int | None = None,
     ) -> None:
         """Raise UsageError for fewer than 1 sample or batch, or a seed outside 0 .. 2**63 - 1.
 
-        `drop_last`: an epoch ends before a short batch.
+        `drop_last`: an epoch ends before a short batch. `chunk_rows`: see `order`.
         """
         n = n if order is None else len(order)
         _require(n >= 1, f"{n} samples; a data set needs at least 1")
@@ -102,13 +125,28 @@ class Sampler:
             _require(n >= batch, f"drop_last leaves none of {n} samples: batch is {batch}")
             n -= n % batch
         self.n, self.batch, self.seed, self.order = n, batch, seed, order
+        self.chunk_rows = chunk_rows
         self.steps_per_epoch = -(-n // batch)
         self._orders: dict[int, np.ndarray] = {}  # by epoch
 
     @classmethod
     def of(cls, samples: Samples, batch: int, seed: int) -> Sampler:
         """Return the Sampler of a training set."""
-        return cls(len(samples), batch, seed, order_of(samples), dropped_batch(samples) > 0)
+        chunk_rows = shuffled_rows_of(samples)
+        own_order, drop_last = order_of(samples), dropped_batch(samples) > 0
+        return cls(len(samples), batch, seed, own_order, drop_last, chunk_rows=chunk_rows)
+
+    def must_continue(self, chunk_rows: int | None) -> None:
+        """Raise UsageError unless a run shuffled by chunks of `chunk_rows` has the same orders."""
+        if chunk_rows != self.chunk_rows:
+            before, now = (
+                "'samples'" if rows is None else f"'chunks' of {rows} samples"
+                for rows in (chunk_rows, self.chunk_rows)
+            )
+            raise UsageError(
+                f"[data] shuffle: expected {before}, with which this run began, seen {now}; leave "
+                "it as it was, or begin another run"
+            )
 
     def locate_step(self, step: int) -> tuple[int, int]:
         """Return (epoch, position in the order of the epoch) of the first sample of `step`."""
@@ -120,16 +158,23 @@ class Sampler:
         epoch, index = self.locate_step(step)
         return epoch * self.n + index
 
-    def batch_indexes(self, step: int) -> np.ndarray:
-        """Return the global indexes of the samples of `step`, int64."""
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples of `step`."""
+        return min(self.batch, self.n - self.locate_step(step)[1])
+
+    def batch_indexes(self, step: int, steps: int = 1) -> np.ndarray:
+        """Return the global indexes of the samples of `step`, int64.
+
+        With `steps`: the samples of so many steps in a row, within the epoch.
+        """
         epoch, first = self.locate_step(step)
         if self.order is None and epoch not in self._orders:
             # Sorting a large set takes longer than a step; the epoch before may be read on.
             self._orders = {e: x for e, x in self._orders.items() if e == epoch - 1}
-            self.set_order(epoch, order(self.seed, epoch, self._samples))
+            self.set_order(epoch, order(self.seed, epoch, self._samples, self.chunk_rows))
         if epoch not in self._orders:  # of a worker that is an epoch or more apart from the others
             epoch = min(self._orders, key=lambda drawn: abs(drawn - epoch))
-        return self._orders[epoch][first : first + self.batch]
+        return self._orders[epoch][first : first + steps * self.batch]
 
     def undrawn_epochs(self, first: int, last: int) -> list[int]:
         """Return the epochs of steps `first` .. `last` to be set; forget all before `first`."""

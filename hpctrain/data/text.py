@@ -23,6 +23,7 @@ from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, unreadable
 from hpctrain.data.dataset import Split
+from hpctrain.data.reading import ReadOptions
 
 BYTE_VALUES = 256
 #: Folders that are not part of the standard library, or not in every installation.
@@ -30,7 +31,7 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 
 @config.options
-class TextOptions:
+class TextOptions(ReadOptions):
     """`[data] kind = "text"`: `files`, names or patterns such as "texts/**/*.txt".
 
     The default is the sources of Python's standard library. The last `test_fraction` of the windows

@@ -23,6 +23,7 @@ from hpctrain.training.fit import FitSegment
 from hpctrain.training.journal import Journal
 from hpctrain.training.loggers import run_loggers
 from hpctrain.training.loop import Loop
+from hpctrain.training.node_reader import open_reader
 from hpctrain.training.survival.survival import Survival
 from hpctrain.world import watched
 
@@ -51,6 +52,7 @@ def run_segment(
         loop = Loop(segment, journal, callbacks, survival)
         stack.enter_context(survival.holding(segment.engine, journal, loop.checkpointer))
         _load_state(loop, segment, survival, resume)
+        reader = stack.enter_context(open_reader(segment, loop.step))
         # Before the summary: a second signal while it is written must not end the process.
         stop_request = catch_signals()
         loop.begin()
@@ -62,7 +64,7 @@ def run_segment(
         stack.enter_context(summary_on_exit(journal, callbacks.end))
         stack.enter_context(centered_loss(segment.replica.model, fit.train))
         with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
-            return loop.run(stop_request)
+            return loop.run(stop_request, reader)
 
 
 def _agree_on_batches(segment: FitSegment) -> None:
@@ -74,6 +76,8 @@ def _agree_on_batches(segment: FitSegment) -> None:
     )
     if sampler.order is not None:
         plan_text += f", in the order of {sampler.order!r}"
+    if sampler.chunk_rows is not None:
+        plan_text += f", shuffled by chunks of {sampler.chunk_rows}"
     world.must_agree(plan_text, "the plan of a training")
     orders.draw(world, sampler, 0, 0)
 

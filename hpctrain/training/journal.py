@@ -63,6 +63,8 @@ class Journal:
         """Go on after `step`: drop the rows of later steps, return the earlier rows; collective."""
         if about.get("batch") not in (None, self._sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self._sampler.batch)
+        if step:
+            self._sampler.must_continue(about.get("chunk_rows"))
         if about.get("staleness"):
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
@@ -174,6 +176,7 @@ class Journal:
             "open_row": self.open_row.to_json(step, sums),
             "world_size": self._world.size,
             "batch": self._sampler.batch,
+            "chunk_rows": self._sampler.chunk_rows,
             "seed": self._sampler.seed,
             "versions": self._versions,
             "updates_per_step": self._engine.updates_per_step,

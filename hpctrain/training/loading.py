@@ -14,7 +14,7 @@ import numpy as np
 from hpctrain import checkpoint, nn
 from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
-from hpctrain.data import Samples, Split, resize_training_set, unwrap
+from hpctrain.data import Samples, Split, resize_training_set, unwrap, with_reading
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
 from hpctrain.engines.engine import sum_over
 from hpctrain.training.recipe import Recipe
@@ -31,7 +31,7 @@ def load_raw(spec: Recipe) -> Split:
     """
     source = replace(spec.data, scale="none") if hasattr(spec.data, "scale") else spec.data
     split = source.load(spec.run.seed, finite=spec.run.not_finite != "skip")
-    return resize_training_set(split, spec.run.epoch_samples)
+    return with_reading(resize_training_set(split, spec.run.epoch_samples), spec.data)
 
 
 def fingerprint(samples: Samples) -> str:

@@ -30,6 +30,7 @@ from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.fit import FitSegment
 from hpctrain.training.journal import Journal
+from hpctrain.training.node_reader import NodeReader
 from hpctrain.training.survival.survival import Survival
 from hpctrain.training.suspicions import find_suspicions
 from hpctrain.training.tasks import Tasks
@@ -110,14 +111,14 @@ class Loop:
                 self.step, self._journal.intervals, self._survival.recoveries.lost_ranks
             )
 
-    def run(self, request: StopRequest) -> dict[str, Any]:
+    def run(self, request: StopRequest, reader: NodeReader | None) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
         arena = self._engine.replica.arena
         callback_names = self._callbacks.share_names(self._survival.callbacks)
         self._survival.callbacks = callback_names
         states, run = self._callback_states, self._segment.run
         self._stop_reason = self._callbacks.begin(self._rows, arena, run, states)
-        with Tasks(self._segment, self._journal, request) as tasks:
+        with Tasks(self._segment, self._journal, request, reader) as tasks:
             self._train(tasks)
         self._replay_log.end()
         is_early = self.step < self._segment.total_steps

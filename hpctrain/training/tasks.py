@@ -16,14 +16,14 @@ from hpctrain.engines import Flags, Task
 from hpctrain.gradients.replica import Batch
 from hpctrain.training.fit import FitSegment
 from hpctrain.training.journal import Journal
+from hpctrain.training.node_reader import NodeReader
 
 
 class _Place(NamedTuple):
-    """The place of a worker's share: epoch, indexes of samples, offset in the batch."""
+    """The place of a worker's share in the batch of a step."""
 
-    epoch: int
-    indexes: np.ndarray
-    first: int  #: offset in the batch
+    positions: np.ndarray  #: of its samples in the batch
+    first: int
     samples: int  #: of the whole batch
 
 
@@ -38,8 +38,16 @@ class _Share(NamedTuple):
 class Tasks(AbstractContextManager["Tasks"]):
     """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
 
-    def __init__(self, segment: FitSegment, journal: Journal, request: StopRequest):
+    def __init__(
+        self,
+        segment: FitSegment,
+        journal: Journal,
+        request: StopRequest,
+        reader: NodeReader | None = None,
+    ):
+        """`reader`: of this node; without one this rank reads its own rows."""
         self._segment, self._journal, self._request = segment, journal, request
+        self._reader = reader
         self._fit, self._world, self._engine = segment.fit, segment.world, segment.engine
         self._sampler, self._targets = segment.sampler, segment.replica.model.targets
         self._shares: Prefetch[_Share] | None = None
@@ -56,23 +64,29 @@ class Tasks(AbstractContextManager["Tasks"]):
     def task(self, step: int) -> Task:
         """Return this worker's share of a step, and the scale: see hpctrain.training.loop."""
         self.at(step)
-        if self._shares is None:
-            # Data sets with a method `stream` read ahead by themselves, as with worker processes.
-            stream = getattr(self._fit.train, "stream", None)
-            self._stream = stream and stream(
-                self._locate_share(s)[:2] for s in self._steps_from(step)
-            )
-            steps, timeout_s = self._steps_from(step), self._fit.options.timeout_s
-            self._shares = Prefetch(self._read_share, steps, self._segment.prefetch, timeout_s)
         with self._world.trace.span("wait for data", "other") as waiting:
-            while (share := self._shares.next()).step < step:
-                pass  # a step that the other workers took without this one
+            share = self._next_share(step)
         self._engine.times.data_wait_s += waiting.seconds
         place = share.place
         samples = share.batch.n if self._engine.asynchronous else place.samples
         scale = 1.0 / max(samples * self._targets, 1)
         key = nn.Key(self._sampler.seed, step, place.first, samples=place.samples)
         return Task(share.batch, scale, key)
+
+    def _next_share(self, step: int) -> _Share:
+        if self._reader is not None:
+            place = self._locate_share(step)
+            rows = self._reader.rows(step, len(place.positions))
+            return _Share(step, place, Batch.of(*rows))
+        if self._shares is None:
+            # Data sets with a method `stream` read ahead by themselves, as with worker processes.
+            stream = getattr(self._fit.train, "stream", None)
+            self._stream = stream and stream(map(self._locate_rows, self._steps_from(step)))
+            steps, timeout_s = self._steps_from(step), self._fit.options.timeout_s
+            self._shares = Prefetch(self._read_share, steps, self._segment.prefetch, timeout_s)
+        while (share := self._shares.next()).step < step:
+            pass  # a step that the other workers took without this one
+        return share
 
     def record(self, step: int, sums: nn.Sums) -> None:
         """Pass the sums of a step to the journal."""
@@ -96,18 +110,24 @@ class Tasks(AbstractContextManager["Tasks"]):
 
     def _read_share(self, step: int) -> _Share:
         """Return this worker's share of a step; called by the thread that reads ahead."""
-        place = self._locate_share(step)
         if self._stream is None:
-            rows = self._fit.train.rows(place.indexes, place.epoch)
+            epoch, indexes = self._locate_rows(step)
+            rows = self._fit.train.rows(indexes, epoch)
         else:
             rows = next(self._stream)
-        return _Share(step, place, Batch.of(*rows))
+        return _Share(step, self._locate_share(step), Batch.of(*rows))
+
+    def _locate_rows(self, step: int) -> tuple[int, np.ndarray]:
+        """Return the epoch and the indexes of the samples of this worker's share of a step."""
+        epoch, _ = self._sampler.locate_step(step)
+        positions = self._locate_share(step).positions
+        return epoch, self._sampler.batch_indexes(step)[positions]
 
     def _locate_share(self, step: int) -> _Place:
         """Return the place of this worker's share of a step."""
-        sampler, engine = self._sampler, self._engine
+        samples, engine = self._sampler.batch_size(step), self._engine
         assert engine.worker is not None  # a server has no tasks
-        indexes = sampler.batch_indexes(step)
-        first, own_indexes = share(indexes, engine.worker, engine.workers, self._segment.blocks)
-        epoch, _ = sampler.locate_step(step)
-        return _Place(epoch, own_indexes, first, len(indexes))
+        first, positions = share(
+            np.arange(samples), engine.worker, engine.workers, self._segment.blocks
+        )
+        return _Place(positions, first, samples)

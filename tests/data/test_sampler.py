@@ -10,6 +10,7 @@ from hpctrain.data import Sampler, order, share
 
 SIZES = [(1, 1), (1, 8), (7, 3), (12, 4), (100, 100), (101, 32), (5, 1)]  # samples, batch
 GOLDEN = [7, 6, 3, 0, 8, 1, 9, 2, 4, 5]
+CHUNK_GOLDEN = [[27, 26, 12, 39, 24, 16, 8, 10, 23, 37], [27, 31, 7, 26, 12, 16, 35, 21, 34, 20]]
 
 
 @pytest.mark.parametrize("n", [1, 2, 1000])
@@ -24,6 +25,21 @@ def test_order_is_a_permutation_of_its_own_for_each_seed_and_epoch(n):
 def test_order_stays_the_same_for_good():
     # Or a resumed run would see other batches than the run it goes on with.
     assert order(3, 5, 10).tolist() == GOLDEN
+
+
+def test_the_order_of_chunks_stays_the_same_for_good():
+    assert order(3, 5, 7, chunk_rows=2).tolist() == order(3, 5, 7).tolist()  # one window
+    orders = order(3, 5, 40, chunk_rows=1), order(3, 5, 40, chunk_rows=2)
+    assert [x[:5].tolist() + x[-5:].tolist() for x in orders] == CHUNK_GOLDEN
+
+
+@pytest.mark.parametrize(("n", "chunk_rows"), [(1, 1), (1, 9), (1000, 3), (1000, 7), (999, 2000)])
+def test_an_order_by_chunks_is_a_permutation_of_its_own(n, chunk_rows):
+    orders = {(s, e): order(s, e, n, chunk_rows) for s in (0, 2**63 - 1) for e in (0, 7)}
+    for observed in orders.values():
+        assert sorted(observed) == list(range(n))
+    if n > 1:
+        assert len({observed.tobytes() for observed in orders.values()}) == len(orders)
 
 
 def test_order_is_uniform():

@@ -11,7 +11,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import HungError
 from hpctrain.transport.shared_memory import flags
-from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
+from hpctrain.transport.shared_memory.flags import NodeCounters, NodeFlags, words_needed
 from hpctrain.transport.threads.ranks import run_ranks
 
 WAYS = list(itertools.product([True, False], [True, False]))  # spins, fenced
@@ -39,6 +39,29 @@ def test_all_see_what_all_said_and_wrote(ranks, spins, fenced):
             assert node_flags.exchange(i + world.rank) == [i + r for r in range(world.size)]
             for rank, array in enumerate(arrays):
                 assert (array[at] == i * rank).all()
+
+    ranks(body)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("fenced", [True, False])
+def test_who_reads_a_count_sees_what_was_written_before(ranks, fenced):
+    """One rank writes two slots in turns, each once all others have counted it as read."""
+
+    def body(world):
+        words = world.memory.common_zeros(8 * (1 + world.size), np.uint64)
+        slots = world.memory.common_zeros(2 * 512, np.int64).reshape(2, 512)
+        counters, wait_for = NodeCounters(words, fenced), world.link.endpoint.waits.wait_for
+        others = range(1, world.size)
+        for i in range(ROUNDS):
+            if world.rank == 0:
+                wait_for(lambda i=i: all(counters.read(1 + r) >= i - 1 for r in others), b"free")
+                slots[i % 2] = i
+                counters.write(0, i + 1)
+            else:
+                wait_for(lambda i=i: counters.read(0) > i, b"filled")
+                assert (slots[i % 2] == i).all()
+                counters.write(1 + world.rank, i + 1)
 
     ranks(body)
 

@@ -24,6 +24,9 @@ A waiting rank polls a few times, then yields the core, at last sleeps (`Waits.w
 then on is the wait in the watch's record: recording it first would cost half of an exchange.
 A thread that must not hold the interpreter's lock meanwhile does not spin at all: it waits in the
 link's barrier, which fences too, and the words carry only the payload.
+
+Counters are words without rounds: each is written by one thread and read by any, by the same
+instructions and fences. A rank that reads a count sees all that was written before it.
 """
 
 from __future__ import annotations
@@ -123,3 +126,30 @@ class NodeFlags:
         else:
             self._wait_for(lambda: (words[offset] ^ own_word) <= PAYLOAD_MASK, b"a collective")
         return words[offset] & PAYLOAD_MASK
+
+
+class NodeCounters:
+    """One thread's view of counters in memory that the ranks of a node share."""
+
+    def __init__(self, words: np.ndarray, uses_fences: bool = NEEDS_FENCE):
+        """Use `words` (n * WORDS_PER_LINE,) uint64, zeros at first, as n counters."""
+        self._words, self._lock = words.data, threading.Lock() if uses_fences else None
+        if self._lock is not None:
+            self._lock.acquire()
+
+    def read(self, counter: int) -> int:
+        """Return a count."""
+        count: int = self._words[counter * WORDS_PER_LINE]
+        self._fence()
+        return count
+
+    def write(self, counter: int, count: int) -> None:
+        """Set a counter that no other thread writes."""
+        self._fence()
+        self._words[counter * WORDS_PER_LINE] = count
+
+    def _fence(self) -> None:
+        """Order what precedes before what follows: a store-release, then a load-acquire."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock.acquire()
