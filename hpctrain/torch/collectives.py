@@ -19,7 +19,7 @@ from hpctrain.collectives.ordered import sum_blocks
 from hpctrain.collectives.reductions.operations import Operation, operation
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.rooted import gather_parts, scatter_parts
-from hpctrain.collectives.signature import Signature
+from hpctrain.collectives.signature import Signature, bind_match
 from hpctrain.collectives.tree import broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.core.xp import Array, namespace, on_device
@@ -39,11 +39,24 @@ def bind_all_reduce(
         return _do_nothing
     if name == "mean":
         reduce = _sum_in_order if ordered else auto
-        return partial(_reduce_to_mean, group, x, reduce)
+        return _matched(group, call, partial(_reduce_to_mean, group, x, reduce))
     op = operation(name, x.dtype)
     if ordered and name == "sum":
-        return partial(_sum_in_order, group, x, op)
+        return _matched(group, call, partial(_sum_in_order, group, x, op))
     return bind(group, x, op, auto, call)
+
+
+def _matched(group: Group, call: Signature | None, reduce: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `reduce` behind the comparison of ranks' calls; without a `call`, `reduce`."""
+    if call is None:
+        return reduce
+    match = bind_match(group, call)
+
+    def match_and_reduce() -> None:
+        match()
+        reduce()
+
+    return match_and_reduce
 
 
 def reduce(group: Group, x: Array, name: str, root: int) -> None:

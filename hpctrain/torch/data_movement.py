@@ -15,7 +15,7 @@ from hpctrain.collectives import Group, broadcast
 from hpctrain.collectives.rooted import exchange_parts
 from hpctrain.core.errors import UsageError
 from hpctrain.torch import collectives
-from hpctrain.torch.operations import Operations, describe, for_each, total_bytes
+from hpctrain.torch.operations import Operations, describe, describe_kind, for_each, total_bytes
 from hpctrain.torch.tensors import as_bytes, copy_back, is_dense
 
 Tensor: TypeAlias = torch.Tensor
@@ -26,7 +26,7 @@ class Movement(NamedTuple):
     """A movement of tensors as bytes, as the watch and the comparison of calls name it."""
 
     name: bytes
-    text: str  #: before the root, where ranks compare the call; empty: lengths may differ
+    text: str  #: before the root, where there is one; empty: lengths may differ
     function: Callable[[Group, collectives.Arrays, collectives.Arrays, int], None]
 
 
@@ -75,8 +75,11 @@ class DataMovement(Operations):
         root = opts.rootRank if movement.text else 0
 
         def call() -> None:
-            if movement.text:
-                self.must_match(f"{movement.text} {root} of {describe(own[0])}")
+            self.must_match(
+                f"{movement.text} {root} of {describe(own[0])}"
+                if movement.text
+                else f"all_to_all of {describe_kind(own[0])}"
+            )
             sent, staged = [x.contiguous() for x in sources], [y.contiguous() for y in targets]
             movement.function(self.group, [*map(as_bytes, sent)], [*map(as_bytes, staged)], root)
             for_each(copy_back, staged, targets)
@@ -106,6 +109,11 @@ class DataMovement(Operations):
             collectives.all_gather(group, as_bytes(source), as_bytes(rows))
             staged: Tensors = [row.view(target.shape) for row, target in zip(rows, targets)]  # noqa: B905
         else:
+            lengths, own_length = [target.numel() for target in targets], tensor.numel()
+            text = f"all_gather of {describe_kind(tensor)} with lengths {lengths}"
+            if own_length != lengths[group.link.rank]:
+                text = f"{text} and its own of {own_length}"
+            self.must_match(text)
             staged = [target.contiguous() for target in targets]
             collectives.all_gather_uneven(group, as_bytes(source), list(map(as_bytes, staged)))
         for_each(copy_back, staged, targets)
@@ -144,6 +152,12 @@ class DataMovement(Operations):
 
         def call() -> None:
             staged, source, size = output.contiguous(), tensor.contiguous(), self.group.link.size
+            fault = _split_fault(source, input_splits, size) or _split_fault(
+                staged, output_splits, size
+            )
+            self.must_match(fault or f"all_to_all of {describe_kind(tensor)}")
+            if fault:
+                raise UsageError(fault)
             sent, received = _split(source, input_splits, size), _split(staged, output_splits, size)
             exchange_parts(self.group, [*map(as_bytes, sent)], [*map(as_bytes, received)])
             copy_back(staged, output)
@@ -157,12 +171,15 @@ class DataMovement(Operations):
         return self.start(b"barrier", 0, self.communicator.world.barrier, [], opts)
 
 
+def _split_fault(tensor: Tensor, sizes: Sequence[int], parts: int) -> str:
+    """Return why `tensor` cannot be cut into `parts`; empty if it can."""
+    if sizes or not tensor.size(0) % parts:
+        return ""
+    return f"all_to_all: expected a first dimension divisible by {parts}, seen {tensor.size(0)}"
+
+
 def _split(tensor: Tensor, sizes: Sequence[int], parts: int) -> Tensors:
     """Return views of contiguous `tensor`, cut along its first dimension; `sizes`: or evenly."""
     if sizes:
         return tensor.split(list(sizes))
-    if tensor.size(0) % parts:
-        raise UsageError(
-            f"all_to_all: expected a first dimension divisible by {parts}, seen {tensor.size(0)}"
-        )
     return tensor.split(max(1, tensor.size(0) // parts)) if tensor.numel() else [tensor] * parts

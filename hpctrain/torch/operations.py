@@ -126,6 +126,11 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tensor.numel()} on {tensor.device.type}"
 
 
+def describe_kind(tensor: torch.Tensor) -> str:
+    """Return the dtype and kind of device of a tensor whose length may differ between ranks."""
+    return f"{tensor.dtype} on {tensor.device.type}"
+
+
 def _is_async(opts: Any) -> bool:
     """Return whether a call with options `opts` is asynchronous; from C++ it is by default."""
     return getattr(opts, "asyncOp", True)

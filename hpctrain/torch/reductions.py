@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.torch import collectives, sparse
 from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.job import is_ordered
-from hpctrain.torch.operations import Operations, describe, for_each, total_bytes
+from hpctrain.torch.operations import Operations, describe, describe_kind, for_each, total_bytes
 from hpctrain.torch.tensors import as_array, copy_back, is_dense
 
 Tensor: TypeAlias = torch.Tensor
@@ -47,11 +47,16 @@ class Reductions(Operations):
         tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
         op = _reduce_op(opts)
         if tensor.layout is not torch.strided:
-            call: Callable[[], Any] = partial(sparse.all_reduce, self.group, tensor)
+            call: Callable[[], Any] = partial(self._all_reduce_sparse, tensor)
             return self.start(b"all_reduce sparse", 0, call, [tensor], opts)
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op))
         call = self._bound_calls.get(key) or self._find_all_reduce(tensor, op, key)
         return self.start(b"all_reduce", tensor.nbytes, call, [tensor], opts)
+
+    def _all_reduce_sparse(self, tensor: Tensor) -> None:
+        shape = tuple(tensor.shape)
+        self.must_match(f"all_reduce of sparse {describe_kind(tensor)}, shape {shape}")
+        sparse.all_reduce(self.group, tensor)
 
     def _find_all_reduce(self, tensor: Tensor, op: Any, key: Any) -> Callable[[], Any]:
         """Return the call that reduces `tensor`, bound to its address if it is dense.

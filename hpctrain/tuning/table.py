@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -25,7 +24,7 @@ from typing import Any
 
 from hpctrain import collectives
 from hpctrain.collectives import Group
-from hpctrain.core import atomic, opening
+from hpctrain.core import atomic
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import FileError, brief, read_bytes
 from hpctrain.core.opening import NAMED
@@ -256,19 +255,6 @@ def write_table(table: Table, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.replace(path, json.dumps(asdict(table), indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
-
-
-def check_writable(path: Path) -> None:
-    """Raise UsageError unless a table can be written to `path`; leaves no file."""
-    if path.is_dir():
-        raise UsageError(f"--out: expected a file, seen the folder {path}")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        opening.create(temporary, exclusive=True).close()
-        temporary.unlink()
     except OSError as error:
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 

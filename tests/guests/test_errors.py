@@ -99,6 +99,70 @@ def test_an_invalid_call_raises_on_each_rank(start, call):
     assert all(words in text for text in raised), raised
 
 
+#: Calls of rank 1 beside calls of rank 0, of which one compared nothing; and words of the error.
+DIFFERING = {
+    "all to all": ("dist.all_reduce(x)", "dist.all_to_all_single(y, x)", "all_to_all of"),
+    "all to all of another dtype": (
+        "dist.all_to_all_single(y, x)",
+        "dist.all_to_all_single(y.int(), x.int())",
+        "rank 1 has all_to_all of torch.int32 on cpu",
+    ),
+    "parts that do not divide": (
+        "dist.all_to_all_single(y, x)",
+        "dist.all_to_all_single(y, x[:3])",
+        "rank 1 has all_to_all: expected a first dimension divisible by 2, seen 3",
+    ),
+    "all to all of a list": ("dist.broadcast(x, 0)", "dist.all_to_all(z, [x, x])", "all_to_all of"),
+    "uneven gather": (
+        "dist.all_gather(z, x)",
+        "dist.all_gather([x, y[:1]], y[:1])",
+        "rank 1 has all_gather of torch.float32 on cpu with lengths [4, 1]",
+    ),
+    "own length": (
+        "dist.all_gather([x, y[:1]], x)",
+        "dist.all_gather([x, y[:1]], x)",
+        "with lengths [4, 1] and its own of 4",
+    ),
+    "mean": (
+        "dist.all_reduce(x)", "dist.all_reduce(x, dist.ReduceOp.AVG)",
+        "rank 1 has all_reduce mean of torch.float32 4 on cpu",
+    ),
+    "mean of another length": (
+        "dist.all_reduce(x, dist.ReduceOp.AVG)", "dist.all_reduce(x[:3], dist.ReduceOp.AVG)",
+        "rank 1 has all_reduce mean of torch.float32 3 on cpu",
+    ),
+    "sparse": (
+        "dist.all_reduce(x.to_sparse())", "dist.all_reduce(x[:3].to_sparse())",
+        "rank 1 has all_reduce of sparse torch.float32 on cpu, shape (3,)",
+    ),
+}  # fmt: skip
+DIFFERING_SCRIPT = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("hpctrain")
+x, y, z = torch.ones(4), torch.ones(4), [torch.ones(4), torch.ones(4)]
+for name, calls in {calls}.items():
+    try:
+        exec(calls[dist.get_rank()])
+    except Exception as error:
+        sys.stdout.write(name + ": " + type(error).__name__ + " " + str(error) + "\\n")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("reduction", ["fast", "ordered"])
+def test_calls_that_differ_raise_one_error_on_all_ranks(start, reduction):
+    code = DIFFERING_SCRIPT.format(calls={name: row[:2] for name, row in DIFFERING.items()})
+    job = start("-c", code, ranks=2, env={"HPCTRAIN_REDUCTION": reduction}).finish(timeout=60)
+    assert job.returncode == 0, job.stderr
+    for name, (*_, words) in DIFFERING.items():
+        errors = [
+            text for text in job.stdout.splitlines() if text.startswith(f"{name}: UsageError")
+        ]
+        assert len(errors) == 2 and errors[0] == errors[1], (name, job.stdout)
+        assert words in errors[0], errors
+
+
 @pytest.mark.parametrize("backends", ["cpu:hpctrain,cuda:nccl", "cpu:gloo,cuda:hpctrain"])
 def test_a_second_backend_for_other_devices_is_refused(start, backends):
     """PyTorch would drop it without a word."""

@@ -161,13 +161,19 @@ def print_lines(world: World, lines: Iterable[str]) -> None:
 
 
 def check_writable(world: World, *paths: Path | None) -> None:
-    """Raise UsageError on all ranks before the measurement if rank 0 cannot write to `paths`."""
+    """Raise UsageError on all ranks before the measurement if rank 0 cannot write to `paths`.
+
+    Leaves no new file.
+    """
 
     def create_files() -> None:
         for path in filter(None, paths):
+            is_new = not path.exists()
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.open("a").close()
+                if is_new:
+                    path.unlink()
             except OSError as error:
                 raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -98,7 +98,7 @@ def run(world: World, options: Options) -> bool:
     fingerprint = table.make_fingerprint(group, is_over_mpi, world.gpus if is_on_gpu else None)
     path = options.out or table.default_file(fingerprint)
     check_host_memory(world, max(options.sizes), with_rivals=False)
-    world.on_all_ranks(lambda: _check_writable(world, path, options.plot))
+    base.check_writable(world, path, options.plot)
     rows: list[AlgorithmTime] = []
     with _make_progress_bar(world, 2 * options.rounds + 1) as progress_bar:
         in_node, between_nodes = measure_constants(group, CONSTANT_ROUNDS, array_module)
@@ -138,12 +138,6 @@ def show_table(file: Path | None, ranks: int, plot: Path | None, device: str = "
         raise UsageError(f"--show {path}: {error}") from None
     print_table(tuning_table, path)
     _draw_plot(tuning_table, plot)
-
-
-def _check_writable(world: World, path: Path, plot: Path | None) -> None:
-    if world.rank == 0:
-        for file in filter(None, (path, plot)):
-            table.check_writable(file)
 
 
 def _save_and_show(

@@ -107,18 +107,26 @@ def test_show_where_there_is_no_table_says_how_to_make_one(tmp_path, monkeypatch
         run(["--show"])
 
 
-@pytest.mark.parametrize("out", ["file/x.json", "folder"])
-def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "out, plot, seen",
+    [("file/x.json", None, "file/x.json cannot be written: File exists"),
+     ("folder", None, "folder cannot be written: Is a directory"),
+     ("x.json", "file/x.png", "file/x.png cannot be written: File exists")],
+)  # fmt: skip
+def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    out, plot, seen, tmp_path, monkeypatch
+):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(tune_command, "measure_constants", None)  # the first that would be measured
 
     def body(world):
-        requested = tune_command.parse_options("4B", 3, tmp_path / out, None)
-        with pytest.raises(UsageError, match=r"cannot be written|expected a file"):
+        requested = tune_command.parse_options("4B", 3, tmp_path / out, plot and tmp_path / plot)
+        with pytest.raises(UsageError, match=f"rank 0 on .*: {tmp_path}/{seen}$"):
             tune_command.run(world, requested)
 
     run_on("threads", 2, body)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
 
 
 def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
