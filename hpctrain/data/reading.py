@@ -65,11 +65,10 @@ def with_reading(split: Split, source: Any) -> Split:
 
 def reading_of(samples: Samples) -> ReadOptions:
     """Return the options of reading `samples`."""
-    while isinstance(samples, DerivedSamples):
-        if isinstance(samples, ReadSamples):
-            return samples.reading
-        samples = samples.samples
-    return ReadOptions()
+    part: object = samples
+    while isinstance(part, DerivedSamples) and not isinstance(part, ReadSamples):
+        part = part.samples
+    return part.reading if isinstance(part, ReadSamples) else ReadOptions()
 
 
 def own_way_of(samples: Samples) -> str:
