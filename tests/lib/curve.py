@@ -24,7 +24,7 @@ from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 NEVER = 10**9
-LIMIT_S = 100.0
+LIMIT_S = 300.0
 X = np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32)
 
 

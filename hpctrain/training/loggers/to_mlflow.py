@@ -6,6 +6,7 @@ temporary folder, and is copied into the run's every minute and at the end.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sqlite3
@@ -18,6 +19,7 @@ from typing import Any
 
 from hpctrain.training.loggers.tracker import Tracker, Values, flatten, present
 
+log = logging.getLogger(__name__)
 COPY_S = 60.0
 #: MLflow cannot take values back, and its parameters never change. These tables are as in MLflow 1.
 DROP = """
@@ -42,6 +44,8 @@ class MLflowTracker(Tracker):
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
 
+        if os.environ.get("MLFLOW_TRACKING_URI"):
+            log.warning("MLFLOW_TRACKING_URI is not used: MLflow writes to %s", self.folder)
         if self._database is None:
             self._database = Path(tempfile.mkdtemp(prefix="hpctrain-mlflow-"), "mlflow.db")
             with suppress(FileNotFoundError):

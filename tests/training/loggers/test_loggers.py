@@ -13,6 +13,8 @@ import trackers
 
 from hpctrain.core.run_files import run_folder
 
+#: takes 9 s of processor time, for its imports and its tables
+MLFLOW = pytest.param("mlflow", marks=pytest.mark.full)
 LIB = Path(trackers.__file__).parent
 
 
@@ -41,13 +43,14 @@ def must_equal(contents: trackers.Contents, kind: str, run: Path) -> None:
     assert float(contents.summary["test_loss"]) == summary["test_loss"]
 
 
-@pytest.mark.parametrize("kind", trackers.KINDS)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "wandb", MLFLOW])
 def test_a_run_that_is_killed_and_loses_rank_0_is_one_curve(kind, tmp_path):
     run = tmp_path / "run"
     contents = contents_of(kind, run, LIB / "curve.py")
     must_equal(contents, kind, run)
     steps = [step for step, _ in contents.values["train_loss"]]
-    assert steps == sorted({*range(2, 33, 2), *range(5, 31, 5)} - {10, 20, 30} | {10, 20, 30})
+    assert steps == sorted({*range(2, 33, 2), *range(5, 31, 5)})  # also the ends of epochs
     assert contents.config["mine"] == "[1, 2]"
     assert contents.config["options.interval_steps"] == "2"
     (counts,) = run_folder.read_summary(run)["loggers"]
