@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ class Part(NamedTuple):
     open_rows: Callable[[], ReadRows]
     note: str = ""  #: about the storage, for `data info`
     classes: int | None = None  #: of labels, where the file says so
+    in_any_order: bool = False  #: `open_rows` takes rows in any order, several times, too
 
 
 class FileArray:
@@ -96,15 +97,18 @@ class FileArray:
 
     def __getitem__(self, indexes: Any) -> np.ndarray:
         """Return the rows at `indexes`, integers (m,) or a slice, as a new array."""
-        if isinstance(indexes, slice):
-            indexes = np.arange(len(self))[indexes]
+        indexes = np.arange(len(self))[indexes] if isinstance(indexes, slice) else indexes
         if self.selected is not None:
             indexes = self.selected[indexes]
-        rows, inverse = np.unique(indexes, return_inverse=True)
-        pieces = [self._read(number, within) for number, within in self._by_part(rows)]
-        values = pieces[0] if len(pieces) == 1 else np.concatenate([self._none, *pieces])
-        is_new = values.flags.writeable  # not so in memory of Arrow
-        return values if is_new and np.array_equal(rows, indexes) else values[inverse]
+        numbers = np.searchsorted(self._ends, indexes, side="right")
+        used = np.unique(numbers).tolist()
+        if len(used) == 1:
+            return self._read(used[0], indexes - self._start(used[0]))
+        values = np.empty((len(indexes), *self.shape[1:]), self.dtype)
+        for number in used:
+            is_own = numbers == number
+            values[is_own] = self._read(number, indexes[is_own] - self._start(number))
+        return values
 
     def select(self, indexes: np.ndarray) -> FileArray:
         """Return the array of the rows at `indexes`."""
@@ -130,13 +134,16 @@ class FileArray:
     def _start(self, number: int) -> int:
         return int(self._ends[number - 1]) if number else 0
 
-    def _by_part(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (number of a part, its rows) for increasing `rows` of the whole array."""
-        numbers = np.searchsorted(self._ends, rows, side="right")
-        for number in np.unique(numbers):
-            yield int(number), rows[numbers == number] - self._start(number)
+    def _read(self, number: int, indexes: np.ndarray) -> np.ndarray:
+        """Return new rows at `indexes`, integers (m,), of a part."""
+        if self.parts[number].in_any_order:
+            return self._read_rows(number, indexes)
+        rows, inverse = np.unique(indexes, return_inverse=True)
+        values = self._read_rows(number, rows)
+        is_new = values.flags.writeable  # not so in memory of Arrow
+        return values if is_new and np.array_equal(rows, indexes) else values[inverse]
 
-    def _read(self, number: int, rows: np.ndarray) -> np.ndarray:
+    def _read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         key = (os.getpid(), number)  # a file that a parent process opened is opened again
         with self._lock:
             if key not in self._open:

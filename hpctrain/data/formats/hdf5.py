@@ -90,7 +90,9 @@ def _probe_array(path: Path, file: Any, key: str) -> Part:
     must_be_unpacked(dataset.attrs, place)
     note = f"{dataset.compression or 'not compressed'}" if dataset.chunks else "contiguous"
     chunk_rows = dataset.chunks[0] if dataset.chunks else None
-    return Part(place, shape, dtype, chunk_rows, partial(_open_rows, path, key), note)
+    open_rows = partial(_open_rows, path, key)
+    is_mapped = _mapped(path, dataset) is not None
+    return Part(place, shape, dtype, chunk_rows, open_rows, note, in_any_order=is_mapped)
 
 
 def _dataset(path: Path, file: Any, key: str) -> Any:

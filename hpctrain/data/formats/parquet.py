@@ -93,7 +93,9 @@ def _missing(file: Any, name: str) -> int | None:
     for i in range(file.num_row_groups):
         group = file.metadata.row_group(i)
         for j in range(group.num_columns):
-            column = group.column(j)
+            column, stored = group.column(j), file.schema.column(j)
+            if column.physical_type != stored.physical_type:  # Arrow would end the process
+                raise ValueError(f"{column.physical_type} for {stored.physical_type}")
             if column.path_in_schema.partition(".")[0] == name:
                 statistics = column.statistics
                 counts.append(

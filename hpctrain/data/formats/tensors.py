@@ -61,14 +61,8 @@ def _probe_tensor(path: Path, header: dict[str, Any], key: str) -> Part:
         )
     shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
     must_be_numbers(dtype, shape, place)
-    return Part(
-        place,
-        shape,
-        dtype,
-        None,
-        partial(_open_rows, path, dtype, shape, entry["offset"]),
-        "mapped",
-    )
+    open_rows = partial(_open_rows, path, dtype, shape, entry["offset"])
+    return Part(place, shape, dtype, None, open_rows, "mapped", in_any_order=True)
 
 
 def _open_rows(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> ReadRows:
