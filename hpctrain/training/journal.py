@@ -211,7 +211,7 @@ class Journal:
         fault, counts = self._world.from_first(
             lambda: self._loggers.end_before(summary, self.files.end)
         )
-        summary = {**summary, **counts, **summary}  # of a run that was done: its own counts
+        summary = {**counts, **summary}  # of a run that was done: its own counts
         if fault and status == "done":
             raise SaveError(fault)
         if fault and self._world.rank == 0:
