@@ -86,7 +86,7 @@ class RunLoggers:
     ) -> tuple[str, dict[str, Any]]:
         """End, `write` the summary with the counts; return the fault of that, and the counts."""
         counts = self.end(summary)
-        return write({**summary, **counts, **summary}), counts
+        return write({**counts, **summary}), counts
 
 
 def make_config(tables: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
