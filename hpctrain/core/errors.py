@@ -69,7 +69,7 @@ class TransportError(HpctrainError):
 
 
 class LostRankError(TransportError):
-    """A call did not complete, since a rank was lost; survivors go on, see world/membership.py."""
+    """A call did not complete, since a rank was lost; survivors go on, see world/world.py."""
 
 
 class RankKilled(BaseException):

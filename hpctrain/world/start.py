@@ -20,9 +20,8 @@ from hpctrain.transport.placement import rank_placement
 from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch import WatchRecord
 from hpctrain.world.job import Job, min_ranks_requested, spares_requested
-from hpctrain.world.membership import make_world
 from hpctrain.world.watches import Watches
-from hpctrain.world.world import World
+from hpctrain.world.world import World, make_world
 
 
 def over_mpi(

@@ -11,8 +11,7 @@ from hpctrain.collectives.small_messages import is_any
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import RankPlace
 from hpctrain.world.job import Job
-from hpctrain.world.membership import make_world
-from hpctrain.world.world import World
+from hpctrain.world.world import World, make_world
 
 
 def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> World:
