@@ -9,6 +9,7 @@ three ranks, rank 0 lost after step 20; 32 steps. Prints what the tracker's own 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -77,6 +78,7 @@ def train(kind: str, out: str, ranks: int, victims: dict[int, int], resume: bool
 
 
 def main(kind: str, out: str) -> None:
+    os.register_at_fork(before=lambda: os._exit(99))  # not before `exec` of subprocess
     run_loggers.END_S = LIMIT_S
     train(kind, out, 2, {0: 14, 1: 14})
     train(kind, out, 3, {0: 20}, resume=True)

@@ -44,11 +44,8 @@ def of_csv(folder: Path) -> Contents:
         for name, text in row.items():
             if name != "step" and text:
                 values.setdefault(name, []).append((int(row["step"]), float(text)))
-    summary = folder / "summary.json"
-    config = json.loads((folder / "config.json").read_text())
-    return Contents(
-        values, dict(leaves(config)), json.loads(summary.read_text()) if summary.exists() else {}
-    )
+    about = json.loads((folder / "about.json").read_text())
+    return Contents(values, dict(leaves(about["config"])), about["summary"])
 
 
 def of_tensorboard(folder: Path) -> Contents:

@@ -130,7 +130,7 @@ class Logger:
 
 
 class CSV(Logger):
-    """A file csv/metrics.csv in the run's folder, with config.json and summary.json beside it."""
+    """A file csv/metrics.csv in the run's folder, and about.json with configuration and summary."""
 
     kind, tracker = "csv", "CsvTracker"
 

@@ -1,4 +1,4 @@
-"""CSV: csv/metrics.csv with a column per number, csv/config.json and csv/summary.json."""
+"""CSV: csv/metrics.csv with a column per number, csv/about.json with configuration and summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CsvTracker(Tracker):
     def begin(self, step: int, has_rows: bool) -> int:
         folder = self.folder
         self._path = folder / "metrics.csv"
-        atomic.replace(folder / "config.json", self.target.config_json + "\n", 2)
+        self._write_about(None)
         rows = [row for row in read_rows(self._path) if int(row["step"]) <= step]
         self._columns = [*rows[0]] if rows else ["step"]
         self._last_row: dict[str, Any] = rows.pop() if rows else {}
@@ -45,7 +45,11 @@ class CsvTracker(Tracker):
         self._last_row = row
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        atomic.replace(self.folder / "summary.json", to_json(summary, indent=1) + "\n", 2)
+        self._write_about(summary)
+
+    def _write_about(self, summary: Mapping[str, Any] | None) -> None:
+        about = {"config": self.target.config, "summary": summary}
+        atomic.replace(self.folder / "about.json", to_json(about, indent=1) + "\n", 2)
 
     def _rewrite(self, rows: Iterable[Mapping[str, str]], last_row: Mapping[str, str]) -> None:
         lines = [dict(zip(self._columns, self._columns, strict=True)), *rows]

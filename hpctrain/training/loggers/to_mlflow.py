@@ -101,8 +101,9 @@ class MLflowTracker(Tracker):
     def _copy(self) -> None:
         """Copy the database, which is whole between calls of the client, into the run's folder."""
         began = time.monotonic()
+        self._copy_due = began + COPY_S
         assert self._database is not None
         copy = self.folder / ".mlflow.db.copy"
         shutil.copyfile(self._database, copy)
         os.replace(copy, self.folder / "mlflow.db")
-        self._copy_due = began + max(COPY_S, 10 * (time.monotonic() - began))
+        self._copy_due += 10 * (time.monotonic() - began)

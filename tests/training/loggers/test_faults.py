@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import trackers
 
 import hpctrain as ht
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.run_files import run_folder
-from hpctrain.training.loggers import feed, run_loggers
-from hpctrain.training.loggers.loggers import CSV
+from hpctrain.training.loggers import feed, run_loggers, to_tensorboard
+from hpctrain.training.loggers.loggers import CSV, TensorBoard
 from hpctrain.training.loggers.tracker import Tracker
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
@@ -120,6 +123,22 @@ def test_rows_that_find_the_queue_full_are_dropped_at_once(tmp_path, monkeypatch
     assert "5 rows wait" in counts["fault"]
 
 
+def test_events_after_one_that_found_no_room_are_read(tmp_path, monkeypatch):
+    counts, write = iter(range(100)), os.write
+
+    def half(handle, data):
+        return write(handle, data[: len(data) // (1 + (next(counts) == 5))])
+
+    fake = {name: getattr(os, name) for name in ("fstat", "ftruncate", "lseek", "uname")}
+    monkeypatch.setattr(to_tensorboard, "os", SimpleNamespace(write=half, SEEK_SET=0, **fake))
+    logger = TensorBoard(tmp_path)
+    for step in range(1, 8):
+        logger.log({"x": step}, step)
+    assert logger.close()["dropped"] == 1
+    values = trackers.read("tensorboard", tmp_path).values["x"]
+    assert len(values) == 6 and values[-1] == (7, 7.0)
+
+
 WRONG = {
     "folder": (lambda path: CSV(3), "folder: expected a path, seen 3"),
     "config": (lambda path: CSV(path, config={"x": {1}}), "config: expected a dict of JSON"),
@@ -146,4 +165,4 @@ def test_a_run_that_fails_ends_its_log(tmp_path):
 
     with pytest.raises(HpctrainError, match="planted"):
         fit([CSV(), stumble], 8, tmp_path / "run")
-    assert (tmp_path / "run/csv/summary.json").exists()
+    assert trackers.read("csv", tmp_path / "run").summary["status"] == "failed"

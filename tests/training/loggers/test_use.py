@@ -175,6 +175,8 @@ def test_follow_sees_rows_that_a_resumed_run_replaces(tmp_path):
 
 def test_runs_lists_without_a_subcommand(tmp_path):
     make_run(tmp_path / "run", [1])
+    assert invoke("runs", "export", "--to", "csv", tmp_path / "run").exit_code == 0
+    assert len(json.loads(invoke("runs", tmp_path / "run", "--json").stdout)) == 1
     texts = {invoke("runs", *words, tmp_path, "--json").stdout for words in ([], ["list"])}
     (text,) = texts
     assert [entry["recipe"] for entry in json.loads(text)] == ["mine"]
