@@ -224,6 +224,12 @@ def test_columns_of_no_numbers_are_refused(tmp_path, name):
     refused(lambda: load(table, x=[]), "expected columns, seen none")
 
 
+def test_a_column_of_numbers_alone_is_written_as_a_list(tmp_path):
+    table = parquet_file(tmp_path)
+    refused(lambda: load(table, x="a"), r"x is of shape \(3,\).* x = \['NAME'\]")
+    assert load(table, x=["a"]).train.sample_shape == (1,)
+
+
 NULL = r"a: a value is missing \(null\) in row 2|a: 1 value missing"
 FINITE = [[1.0, 2.0], [1.0, 2.0]]
 BAD_CELLS = {

@@ -82,7 +82,8 @@ def read_samples(
     """Return the samples; single numbers as targets are read into memory, other targets by rows."""
     fault = find_fault(_stand_in(x), _stand_in(y))
     if fault:
-        raise UsageError(f"{source}: {fault}")
+        hint = "; numbers of a table are columns side by side: x = ['NAME']" * (x.ndim == 1)
+        raise UsageError(f"{source}: {fault}{hint}")
     targets: Any = y.load() if prod(y.shape[1:]) == 1 else y
     return FileSamples(x, targets, classes, source, finite)
 
