@@ -81,7 +81,7 @@ def test_columns_faults_and_missing_values_are_shown(tmp_path):
     parquet.write_table(pa.table(columns), tmp_path / "d.parquet")
     lines = info(str(tmp_path / "d.parquet")).splitlines()
     assert "cannot be used: " in lines[1] and "seen string" in lines[1]
-    assert "1 value missing (null), the first in row 0" in lines[2]
+    assert "a value is missing (null) in row 0" in lines[2]
     assert lines[3] == "  height  float64 (20,)  1 row group, chunks of 20 rows, 1 value not finite"
     assert lines[4].endswith("finite") and lines[5].endswith("labels 0 .. 2")
     assert 'x = [\n    "height",\n    "weight",\n]\ny = "label"' in "\n".join(lines)

@@ -22,8 +22,8 @@ _EXPECTED = "a Parquet file"
 def probe(path: Path, keys: tuple[arrow.Key, ...]) -> list[Part]:
     """Return an array for each of `keys`, a column or a list of columns of numbers side by side.
 
-    Raises UsageError for another file, for columns of no numbers, and for missing values that the
-    file counts; others are found when they are read.
+    Raises UsageError for another file and for columns of no numbers. Missing values are found when
+    they are read: of the counts in a damaged file Arrow would end the process.
     """
     file = _open(path)
     return [_probe_columns(path, file, key) for key in keys]
@@ -53,26 +53,11 @@ def _probe_columns(path: Path, file: Any, key: arrow.Key) -> Part:
         if not file.metadata.num_rows:
             raise UsageError(f"{path}: expected rows, seen none")
         columns = _columns(path, file, key)
-        missing = {name: _missing(file, name) for name in names}
-        _must_be_whole(path, file, missing)
         shape = (file.metadata.num_rows, *columns.shape)
         note = counted(file.num_row_groups, "row group")
         open_rows = partial(_open_rows, path, key)
         chunk_rows = int(max(_group_rows(file)))
         return Part(columns.place, shape, columns.dtype, chunk_rows, open_rows, note)
-
-
-def _must_be_whole(path: Path, file: Any, missing: dict[str, int | None]) -> None:
-    """Raise UsageError for missing values that the file counts."""
-    for name, count in missing.items():
-        if count:
-            column = file.read(columns=[name], use_threads=False).column(name)
-            nulls = np.flatnonzero(column.is_null().to_numpy())
-            row_text = f", the first in row {nulls[0]}" if len(nulls) else " in its lists"
-            raise UsageError(
-                f"{path}: {name}: {counted(count, 'value')} missing (null){row_text}; expected "
-                "none: fill them, or remove the rows"
-            )
 
 
 def _columns(path: Path, file: Any, key: arrow.Key) -> arrow.Columns:
@@ -85,24 +70,6 @@ def _columns(path: Path, file: Any, key: arrow.Key) -> arrow.Columns:
 def _group_rows(file: Any) -> np.ndarray:
     groups = range(file.num_row_groups)
     return np.array([file.metadata.row_group(i).num_rows for i in groups], np.int64)
-
-
-def _missing(file: Any, name: str) -> int | None:
-    """Return the nulls of a column that the file counts; None if it does not."""
-    counts = []
-    for i in range(file.num_row_groups):
-        group = file.metadata.row_group(i)
-        for j in range(group.num_columns):
-            column, stored = group.column(j), file.schema.column(j)
-            if column.physical_type != stored.physical_type:  # Arrow would end the process
-                raise ValueError(f"{column.physical_type} for {stored.physical_type}")
-            if column.path_in_schema.partition(".")[0] == name:
-                statistics = column.statistics
-                counts.append(
-                    statistics.null_count if statistics and statistics.has_null_count else None
-                )
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
 
 
 def _open_rows(path: Path, key: arrow.Key) -> ReadRows:
