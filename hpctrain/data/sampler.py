@@ -28,7 +28,7 @@ from hpctrain.data.dataset import Samples
 from hpctrain.data.reading import ReadSamples, shuffled_rows_of
 
 # Makes these streams others than other Philox streams with a key of (seed, small number).
-_INITIAL_COUNTER, _CHUNK_COUNTER = (0, 0, 0, 1), (0, 0, 0, 3)
+_INITIAL_COUNTER, _CHUNK_COUNTER = (0, 0, 0, 1), (0, 0, 0, 4)
 WINDOW_CHUNKS = 16  #: chunks whose samples are permuted together
 
 

@@ -63,8 +63,6 @@ class Journal:
         """Go on after `step`: drop the rows of later steps, return the earlier rows; collective."""
         if about.get("batch") not in (None, self._sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self._sampler.batch)
-        if step:
-            self._sampler.must_continue(about.get("chunk_rows"))
         if about.get("staleness"):
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)

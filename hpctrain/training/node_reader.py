@@ -24,6 +24,7 @@ import numpy as np
 from hpctrain import data
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import DataError, HpctrainError, UsageError
+from hpctrain.core.names import counted
 from hpctrain.core.trees import map_arrays
 from hpctrain.data.node_rows import FillReader, Shares, SlotLayout, choose_layout, describe
 from hpctrain.data.prefetch import JOIN_TIMEOUT_S
@@ -174,6 +175,9 @@ def open_reader(segment: FitSegment, first: int) -> Iterator[NodeReader | None]:
     if node is None:
         yield None
         return
+    if segment.world.rank == 0:
+        ahead = f"{node.layout.slots} x {counted(node.layout.steps, 'step')}"
+        log.info("[data] reader: one rank of each node reads for all of its ranks, %s ahead", ahead)
     reader = NodeReader(segment, first, node)
     try:
         yield reader
@@ -257,4 +261,4 @@ def _allocate(world: World, nbytes: int) -> np.ndarray | None:
 
 def _announce(world: World, text: str) -> None:
     if world.local_rank == 0:
-        log.warning("[data] reader on %s: %s", world.host, text)
+        log.warning("on %s: %s", world.host, text)

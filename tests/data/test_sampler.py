@@ -10,7 +10,7 @@ from hpctrain.data import Sampler, order, share
 
 SIZES = [(1, 1), (1, 8), (7, 3), (12, 4), (100, 100), (101, 32), (5, 1)]  # samples, batch
 GOLDEN = [7, 6, 3, 0, 8, 1, 9, 2, 4, 5]
-CHUNK_GOLDEN = [[27, 26, 12, 39, 24, 16, 8, 10, 23, 37], [27, 31, 7, 26, 12, 16, 35, 21, 34, 20]]
+CHUNK_GOLDEN = [[7, 39, 13, 30, 14, 35, 4, 5, 28, 22], [38, 27, 31, 26, 12, 16, 8, 10, 9, 11]]
 
 
 @pytest.mark.parametrize("n", [1, 2, 1000])

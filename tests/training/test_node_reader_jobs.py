@@ -100,6 +100,11 @@ def test_no_process_is_started_and_the_result_is_that_of_each_rank(trained):
     assert [ended.returncode for ended, _ in runs] == [0, 0], runs[0][0].stderr
     assert len({summary["params_sha256"] for _, summary in runs}) == 1
     assert "was forked" not in runs[0][0].stderr
+    assert (
+        "one rank of each node reads for all of its ranks, 2 x 3 steps ahead" in runs[0][0].stderr
+    )
+    for _, summary in runs:
+        assert 0 < summary["data_wait_s"] <= summary["wall_s"]
 
 
 @pytest.mark.sample(2)
