@@ -144,6 +144,7 @@ def test_a_rank_outside_of_a_set_is_not_waited_for_and_idle_ranks_use_no_core(st
 AGAIN = (
     START
     + f"""
+import sys
 from hpctrain.horovod.torch.job import state
 from hpctrain.transport.mpi import link as module
 make, free, links, counts = module.MpiLink.__init__, module._free, [], []
@@ -157,20 +158,29 @@ module.MpiLink.__init__, module._free = make_counted, free_counted
 for i in range(5):
     own = hvd.add_process_set([0, 1])
     assert float(hvd.allreduce({TENSOR}, op=hvd.Sum)) == hvd.size()
-    if rank < 2:
+    if hvd.rank() < 2:
         hvd.allreduce({TENSOR}, process_set=own)
     if rank == i % 3:
         hvd.allreduce_async({TENSOR}, name="alone")
     hvd.shutdown()
-    hvd.init()
+    try:
+        exec(sys.argv[1])
+    except ValueError:
+        assert not hvd.is_initialized()
+        hvd.init()
     counts.append((len(links), len(state().world.threads.sub_worlds)))
-assert len(set(counts[1:])) == 1, counts
+assert counts[1:3] == counts[3:], counts
 """
 )
 
 
-def test_links_are_given_back_where_a_job_begins_again(start):
-    ended = start("-c", AGAIN, ranks=3).finish(timeout=200)
+@pytest.mark.parametrize(
+    "begin",
+    ["hvd.init()", "hvd.init(comm=[[2, 1, 0], [0, 1, 2]][i % 2])",
+     "hvd.init(process_sets=[hvd.ProcessSet([0, 9])])"],
+)  # fmt: skip
+def test_links_are_given_back_where_a_job_begins_again(start, begin):
+    ended = start("-c", AGAIN, begin, ranks=3).finish(timeout=200)
     assert ended.returncode == 0, ended.stderr
 
 

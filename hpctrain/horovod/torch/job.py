@@ -35,25 +35,30 @@ class State:
 
 
 _state: State | None = None
-#: what the last `end` has closed: the next job of the same ranks gives back its links
+#: what `end` has closed: the next job of the same ranks gives back its links
 _closed: list[Engine] = []
 #: called after a loss of ranks
 _renewals: list[weakref.WeakMethod[Callable[[], Any]]] = []
 
 
 def can_free(world: World) -> bool:
-    """Return whether the ranks of `world` can give back the links of the last job."""
+    """Return whether the ranks of `world` can give back the links of their last job."""
+    return all(engine.is_intact for engine in _closed_by(world))
+
+
+def _closed_by(world: World) -> list[Engine]:
     main = world.main
-    return all(x.is_intact and (y := x.world.parent) and y.main is main for x in _closed)
+    return [x for x in _closed if (parent := x.world.parent) and parent.main is main]
 
 
 def begin(world: World, settings: Settings, *, frees: bool) -> None:
     """Let the ranks of `world` be the job, with an engine for all of them; collective.
 
-    `frees`: whether all ranks can give back the links of the last job.
+    `frees`: whether all ranks can give back the links of their last job.
     """
     global _state
-    closed, _closed[:] = [*_closed], []
+    closed = _closed_by(world)
+    _closed[:] = [engine for engine in _closed if engine not in closed]
     for engine in closed if frees else ():
         engine.free()
     _state = State(world, settings)
@@ -64,7 +69,7 @@ def end() -> None:
     """Let operations under way fail, on all ranks, and have no job."""
     global _state
     if _state is not None:
-        _closed[:] = _state.engines.values()
+        _closed.extend(_state.engines.values())
         close_engines(tells=True)
     _state = None
 

@@ -15,8 +15,12 @@ from hpctrain.horovod.torch import process_sets as sets
 from hpctrain.horovod.torch.named.settings import Settings, read_settings
 from hpctrain.horovod.variables import announce_ignored
 from hpctrain.torch.job import start_job, uses_threads
+from hpctrain.transport.link import Link
+from hpctrain.world import World
 
 DYNAMIC = "dynamic"
+#: Worlds of the ranks that `comm` has named, with the whole job's link at that time.
+_subsets: list[tuple[Link, Sequence[int], World]] = []
 
 
 def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
@@ -39,7 +43,7 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
     if ranks and ranks != list(range(world.size)):
         if world.rank not in ranks:
             raise UsageError(f"hvd.init(comm={ranks}): rank {world.rank} is not among these ranks")
-        world = world.subset(ranks)
+        world = _find_subset(world, ranks)
     # Variables may be set on some ranks only.
     chosen = Settings(*world.from_first(lambda: settings))._replace(threaded=uses_threads(world))
     job.begin(world, chosen, frees=not is_any(world.link, not job.can_free(world)))
@@ -47,7 +51,21 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
         announce_ignored(os.environ)
     timeline.start_by_variable()
     atexit.register(shutdown)
-    sets.set_up(() if process_sets == DYNAMIC else process_sets or ())  # type: ignore[arg-type]
+    try:
+        sets.set_up(() if process_sets == DYNAMIC else process_sets or ())  # type: ignore[arg-type]
+    except BaseException:
+        shutdown()  # another `init` may follow, and begins anew
+        raise
+
+
+def _find_subset(world: World, ranks: Sequence[int]) -> World:
+    """Return the World of `ranks` of `world`, the same where it was made before; collective."""
+    for link, known_ranks, subset in _subsets:
+        if link is world.link and known_ranks == ranks:
+            return subset
+    subset = world.subset(ranks)
+    _subsets.append((world.link, ranks, subset))
+    return subset
 
 
 def shutdown() -> None:
