@@ -34,6 +34,7 @@ from hpctrain.collectives.chunks import bounds, segments, slices
 from hpctrain.collectives.node_buffers import SHORT_BUFFER_BYTES, NodeBuffers
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.signature import Signature, length_signature, must_match_in_node
+from hpctrain.transport.shared_memory.flags import ROUND_BITS
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES
 
 
@@ -65,7 +66,7 @@ def bind_short_reduction(
     ]
 
     def reduce() -> np.ndarray:
-        own_bytes, first, second, others = buffers_by_parity[flags.round_number + 1 & 1]
+        own_bytes, first, second, others = buffers_by_parity[flags.next_head >> ROUND_BITS & 1]
         own_bytes[:] = x_bytes
         if not agree(payload):
             must_match_in_node(buffers, call)

@@ -34,7 +34,11 @@ from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
-from hpctrain.collectives.reductions.operations import Operation, can_mpi_reduce
+from hpctrain.collectives.reductions.operations import (
+    Operation,
+    can_mpi_reduce,
+    without_warnings,
+)
 from hpctrain.collectives.signature import Signature, bind_match
 from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.collectives.vote import elementwise_maximum
@@ -99,8 +103,8 @@ def bind(
             and x.nbytes <= MAX_COPIED_BYTES
         ):
             # One exchange carries the signature and the copies, and a sum of two arrays has the
-            # same bytes in either order.
-            allreduce = direct
+            # same bytes in either order; MPI's sums warn of nothing either.
+            allreduce, op = direct, without_warnings(op, x)
     if allreduce in (direct, direct_shared):
         return bind_direct(group, x, op, signature, shared=allreduce is direct_shared)
     if allreduce is native and can_mpi_reduce(x, op):

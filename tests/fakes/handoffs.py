@@ -220,7 +220,7 @@ def _agreement_of(survivors) -> tuple:
 
 def _flags_of(flags) -> tuple:
     address = np.frombuffer(flags._words, np.uint8).ctypes.data
-    return address, "flags", flags.round_number + 1
+    return address, "flags", flags.next_head >> 32
 
 
 def _patches():

@@ -71,7 +71,8 @@ def test_who_reads_a_count_sees_what_was_written_before(ranks, fenced):
 def test_who_disagrees_is_heard_by_all(ranks, spins, fenced):
     def body(world):
         node_flags = flags_of(world, spins, fenced)
-        node_flags.round_number = flags.PAYLOAD_MASK - 5  # on past the end of the counter
+        # On past the end of the counter.
+        node_flags.next_head = flags.PAYLOAD_MASK - 5 << flags.ROUND_BITS
         for i in range(12):
             odd = i % 4  # 3: nobody
             assert node_flags.agree(int(world.rank == odd)) == (odd == 3)

@@ -42,6 +42,7 @@ from hpctrain.transport.pace import WORD_POLLS
 WORDS_PER_LINE = 8  # 64 bytes: no two ranks write the same cache line
 ROUND_BITS = 32
 PAYLOAD_MASK = (1 << ROUND_BITS) - 1
+_ROUND, _WORD_MASK = 1 << ROUND_BITS, (1 << 64) - 1
 #: Whether this processor may reorder loads and stores, so that flags need fences.
 NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 
@@ -71,8 +72,8 @@ class NodeFlags:
             (offsets[link.rank], [*offsets[: link.rank], *offsets[link.rank + 1 :]])
             for offsets in self._offsets
         ]
-        self.round_number = 0  #: of the last exchange; its lowest bit selects one of two copies
-        self._next_head = 1 << ROUND_BITS  # the next round's word without a payload
+        #: the next round's word without a payload; the round's lowest bit selects one of two copies
+        self.next_head = _ROUND
         self._lock = threading.Lock() if uses_fences else None
         if self._lock is not None:
             self._lock.acquire()
@@ -85,15 +86,15 @@ class NodeFlags:
         if not self._spins:
             return self._agree_by_barrier(payload)
         words, lock, all_equal = self._words, self._lock, True
-        round_number = self.round_number = self.round_number + 1
-        own_offset, peer_offsets = self._places[round_number & 1]
-        word = self._next_head | payload
+        head = self.next_head
+        own_offset, peer_offsets = self._places[head >> ROUND_BITS & 1]
+        word = head | payload
         if lock is not None:
             lock.release()
             lock.acquire()
         words[own_offset] = word
         # Computed while the peers' words travel, not before our own leaves.
-        self._next_head = (round_number + 1 & PAYLOAD_MASK) << ROUND_BITS
+        self.next_head = head + _ROUND & _WORD_MASK
         for offset in peer_offsets:
             if words[offset] != word and self._wait_for_round(offset, word) != payload:
                 all_equal = False
@@ -104,15 +105,14 @@ class NodeFlags:
 
     def exchange(self, payload: int = 0) -> list[int]:
         """Return every rank's `payload`, in rank order; else as `agree`."""
+        offsets = self._offsets[self.next_head >> ROUND_BITS & 1]
         self.agree(payload)
         # No word can have changed yet: for that, this rank would have to be in the next round.
-        return [
-            self._words[offset] & PAYLOAD_MASK for offset in self._offsets[self.round_number & 1]
-        ]
+        return [self._words[offset] & PAYLOAD_MASK for offset in offsets]
 
     def _agree_by_barrier(self, payload: int) -> bool:
-        self.round_number += 1
-        own_offset, peer_offsets = self._places[self.round_number & 1]
+        own_offset, peer_offsets = self._places[self.next_head >> ROUND_BITS & 1]
+        self.next_head = self.next_head + _ROUND & _WORD_MASK
         self._words[own_offset] = payload
         self._link.barrier()
         return all(self._words[offset] == payload for offset in peer_offsets)

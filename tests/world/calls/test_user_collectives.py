@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import ml_dtypes
@@ -123,6 +124,27 @@ def test_what_was_made_ready_is_compared_again(ranks, chosen):
             with pytest.raises(UsageError, match=reported):
                 allreduce(x, "max", world=world)
             assert (x.view("f4") == 1).all()
+
+    ranks(body)
+
+
+@on_ranks(mpi=(2,))
+@pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 keeps what it warns of by thread")
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_infinite_sum_where_mpi_adds_is_silent_with_the_check_of_arguments_too(
+    ranks, dtype, times
+):
+    def body(world):
+        plan = TuningPlan(((0, "native"),), ((0, "native"),), ((0, "ring"),), (), True)
+        world.main = replace(world.main, choices=make_choices(plan))
+        settings, x = np.geterr(), np.empty(3, dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(times):
+                x[:] = np.finfo(dtype).max
+                allreduce(x, world=world)
+        assert np.isinf(x).all() and np.geterr() == settings
 
     ranks(body)
 
