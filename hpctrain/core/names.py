@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any, TypeVar
@@ -11,9 +10,9 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 
 T = TypeVar("T")
+MAX_DIGITS = 9  #: of a name's number, which may come from a file of others
 #: names of other frameworks, and ours
 SYNONYMS = {"lr": "rate", "learning_rate": "rate", "batch_size": "batch", "wd": "weight_decay"}
-_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)")
 
 
 def counted(count: int, noun: str) -> str:
@@ -43,16 +42,34 @@ def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Return names with consecutive last numbers folded into ranges, such as n[01-12], in order."""
-    groups: dict[tuple[str, str, int], list[int]] = {}
-    for name in names:
-        match = _NUMBERED.fullmatch(name)
-        prefix, digits, suffix = match.groups() if match else (name, "", "")
-        groups.setdefault((prefix, suffix, len(digits)), []).append(int(digits or 0))
-    folded = []
-    for (prefix, suffix, width), numbers in groups.items():
-        for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-            ends = [f"{n:0{width}}" if width else "" for _, n in run]
-            text = ends[0] if len(ends) == 1 else f"[{ends[0]}-{ends[-1]}]"
-            folded.append(f"{prefix}{text}{suffix}")
-    return folded
+    """Return different names as Slurm writes hosts, last numbers in ranges: n[01-03,07]."""
+    parts = [_split_last_digits(name) for name in dict.fromkeys(names)]
+    # n08, n09 and n10 form a group of two digits; n9 and n10 form a group without leading zeros.
+    padded_groups = {
+        (prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits
+    }
+    numbers_by_group: dict[tuple[str, int], list[int]] = {}
+    plain_names: list[str] = []
+    for prefix, digits in parts:
+        if digits:
+            width = len(digits) if (prefix, len(digits)) in padded_groups else 0
+            numbers_by_group.setdefault((prefix, width), []).append(int(digits))
+        else:
+            plain_names.append(prefix)
+    groups = (_fold_group(*key, sorted(numbers)) for key, numbers in numbers_by_group.items())
+    return [*plain_names, *groups]
+
+
+def _split_last_digits(name: str) -> tuple[str, str]:
+    prefix = name.rstrip("0123456789")
+    digits = name[len(prefix) :]
+    return (prefix, digits) if len(digits) <= MAX_DIGITS else (name, "")
+
+
+def _fold_group(prefix: str, width: int, numbers: list[int]) -> str:
+    runs = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        texts = [f"{number:0{width}d}" for _, number in run]
+        runs.append(texts[0] if len(texts) == 1 else f"{texts[0]}-{texts[-1]}")
+    text = ",".join(runs)
+    return f"{prefix}[{text}]" if len(numbers) > 1 else f"{prefix}{text}"

@@ -14,13 +14,12 @@ absolute deviation around the median", 2013.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal
 
-from hpctrain.transport.placement.check import format_ranges
+from hpctrain.core.names import fold_names
 
 Verdict = Literal["ok", "note", "slow", "bad"]
 VERDICTS: tuple[Verdict, ...] = ("ok", "note", "slow", "bad")  #: from best to worst
@@ -46,38 +45,7 @@ def exit_code(checks: Iterable[Check]) -> int:
 
 def node_list(hosts: Iterable[str]) -> str:
     """Return `hosts` as one word for srun's --exclude and --nodelist."""
-    parts = [_split_trailing_digits(host) for host in dict.fromkeys(hosts)]
-    # n08, n09 and n10 form a group of two digits; n9 and n10 form a group without leading zeros.
-    padded_groups = {
-        (prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits
-    }
-    numbers_by_group: dict[tuple[str, int], list[int]] = {}
-    plain_names: list[str] = []
-    for prefix, digits in parts:
-        if digits:
-            width = len(digits) if (prefix, len(digits)) in padded_groups else 0
-            numbers_by_group.setdefault((prefix, width), []).append(int(digits))
-        else:
-            plain_names.append(prefix)
-    return ",".join(
-        [
-            *plain_names,
-            *(_format_group(*key, sorted(numbers)) for key, numbers in numbers_by_group.items()),
-        ]
-    )
-
-
-def _split_trailing_digits(host: str) -> tuple[str, str]:
-    """Split a host name into a prefix and its trailing digits."""
-    prefix = host.rstrip("0123456789")
-    return prefix, host[len(prefix) :]
-
-
-def _format_group(prefix: str, width: int, numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"{prefix}{numbers[0]:0{width}d}"
-    ranges_text = re.sub(r"\d+", lambda match: match[0].zfill(width), format_ranges(numbers))
-    return f"{prefix}[{ranges_text}]"
+    return ",".join(fold_names(hosts))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ranks import on_ranks
 
 from hpctrain import collectives
 from hpctrain import world as worlds
+from hpctrain.core.names import fold_names
 from hpctrain.hardware.nics import Nic
 from hpctrain.tools.doctor import show
 from hpctrain.tools.doctor.check import Check, compute_median_mad, node_list
@@ -57,10 +58,12 @@ def result(checks, name):
         (["n08", "n9"], "n08,n9"),
         (["r1n1", "r1n2", "r2n1", "login"], "login,r1n[1-2],r2n1"),
         (["n1.site", "n2.site"], "n1.site,n2.site"),
+        (["n" + "1" * 5000, "n1"], "n" + "1" * 5000 + ",n1"),
     ],
 )
 def test_nodes_as_slurm_writes_them(hosts, text):
     assert node_list(hosts) == text
+    assert ",".join(fold_names(hosts)) == text  # as pages of runs write them
 
 
 # figures -> those that stick out
