@@ -133,6 +133,20 @@ def test_a_script_is_refused_as_a_recipe_is(case):
     run_on("threads", 2, body)
 
 
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+@pytest.mark.parametrize("balance", ["measured", "even"])
+def test_a_fault_of_one_rank_is_named_on_all_before_layers_are_measured(faulty_rank, balance):
+    def body(world):
+        widths = [64, 10] if world.rank == faulty_rank else [64, 8, 10]
+        with pytest.raises(UsageError, match=f"^rank {faulty_rank} on .*: .* at most 1 stages"):
+            Trainer(
+                nn.MlpOptions(widths=widths).build((8, 8), 10), optim.sgd(0.1), world=world,
+                mesh=MeshOptions(pipe=2), pipeline=PipelineOptions(balance=balance),
+            )  # fmt: skip
+
+    run_on("threads", 2, body)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_fewer_micro_batches_than_stages_are_allowed(micro_batches):
     settings = ["mesh.pipe=4", f"optimizer.micro_batches={micro_batches}", "run.epochs=",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,14 @@ def make_pipeline(
     if its GPU has too little memory.
     """
     everyone = mesh.everyone
-    plan = everyone.on_all_ranks(lambda: _make_plan(model, precision, on_gpu, mesh, options))
+    placement = everyone.on_all_ranks(lambda: _place_stages(model, mesh, options))
+    # Between the votes: a rank that fails before it would wait in a vote, others for rank 0.
+    times = (
+        None
+        if options.balance == "even" or not isinstance(options.balance, str)
+        else _measure_times(model, precision, on_gpu, mesh)
+    )
+    plan = everyone.on_all_ranks(lambda: _make_plan(model, options, placement, times))
     if on_gpu:
         xp.allow_tf32(precision == "tf32")
     else:
@@ -42,22 +50,31 @@ def make_pipeline(
     return PipelineReplica(model, seed, dtype, on_gpu, mesh.pipe, mesh.grid, plan, options.schedule)
 
 
-def _make_plan(
-    model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh, options: PipelineOptions
-) -> StagePlan:
-    """Return the stages by `options`; rank 0 measures for all."""
+def _place_stages(model: nn.Model, mesh: Mesh, options: PipelineOptions) -> tuple[int, ...]:
+    """Return the rank of each stage; raise UsageError if the model has too few layers."""
     stages.require_splittable(model)
     ranks = mesh.pipe.size
     placement = make(options.schedule, ranks, 2 * ranks, options.stages_per_rank).placement
+    if isinstance(options.balance, str):
+        stages.require_stages(model, len(placement))
+    return placement
+
+
+def _make_plan(
+    model: nn.Model,
+    options: PipelineOptions,
+    placement: tuple[int, ...],
+    times: Sequence[LayerSeconds] | None,
+) -> StagePlan:
+    """Return the stages by `options`, or by the measured `times` of the layers."""
     if not isinstance(options.balance, str):
         return stages.plan_by_hand(model, options.balance, placement)
-    stages.require_stages(model, len(placement))
-    if options.balance == "even":
+    if times is None:
         return stages.plan_by_costs(model, stages.parameter_counts(model), placement)
-    return stages.plan_by_times(model, _measured_times(model, precision, on_gpu, mesh), placement)
+    return stages.plan_by_times(model, times, placement)
 
 
-def _measured_times(
+def _measure_times(
     model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh
 ) -> list[LayerSeconds]:
     """Return the seconds of each layer on rank 0; collective."""
