@@ -239,7 +239,10 @@ def main() -> None:
         if reader == "DataLoader":
             ratio = speeds[kind, "node"] / speed
             claims[f"{kind}, chunks: >= 5 x DataLoader (num_workers=1)"] = ratio >= SPEED_UP
-    about = {"samples_bytes": ROW_BYTES, "read_ahead_bytes": READ_AHEAD_BYTES, "steps": steps}
+    about = {
+        "sample_bytes": ROW_BYTES, "read_ahead_bytes": READ_AHEAD_BYTES, "steps": steps,
+        "mib": arguments.mib, "large_mib": arguments.large_mib,
+    }  # fmt: skip
     report_result(world, f"node-reader-{world.size}-ranks", rows, claims, **about)
 
 
