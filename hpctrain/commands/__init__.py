@@ -8,10 +8,8 @@ from hpctrain.commands._lazy import LazyGroup, load_command
 
 #: file: its commands
 FILES = {
-    **{
-        name: (name,)
-        for name in ("train", "bench", "doctor", "scale", "slurm", "recipe", "chaos", "data")
-    },
+    **{name: (name,) for name in ("train", "bench", "doctor", "scale", "recipe", "chaos", "data")},
+    "slurm": ("slurm", "pbs", "flux"),
     "horovodrun": ("horovodrun",),
     "pipeline": ("pipeline",),
     "bench_measured": ("tune",),

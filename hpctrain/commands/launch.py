@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from hpctrain.cluster.slurm import batch_job
+from hpctrain.cluster.schedulers import in_job
 from hpctrain.commands import COMMANDS
 from hpctrain.commands._options import ForwardingCommand, complete_command_line
 from hpctrain.core.interpreter import module_command
@@ -29,7 +29,8 @@ After the loss of a rank the survivors of an elastic job go on (Open MPI 5 with 
 --max-restarts starts the job again: `train` from its newest checkpoint, a program as it is.
 
 The script of `hpctrain slurm render` calls `hpctrain launch --in-slurm`, which starts the ranks of
-a job of Slurm by srun, and requeues the job.
+a job of Slurm by srun, and requeues the job. --in-pbs and --in-flux do the same for jobs of PBS and
+Flux (not run on real ones).
 
 A program after -- is started N times with its arguments, as one MPI job. A program in Python has
 RANK, LOCAL_RANK, WORLD_SIZE and the other variables that torchrun sets.
@@ -57,9 +58,9 @@ class LaunchCommand(ForwardingCommand):
     """A command whose arguments are a command line of hpctrain or, after `--`, of a program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args[:1] == ["--in-slurm"]:  # a job script calls it, see cluster/slurm/batch_job.py
+        if args[:1] and args[0] in in_job.JOBS:  # a job script calls it
             try:
-                ctx.exit(batch_job.main(args[1:]))
+                ctx.exit(in_job.main(args[0], args[1:]))
             except SystemExit as refusal:  # of an option, by argparse
                 ctx.exit(int(refusal.code or 0))
         words = list(args)

@@ -1,4 +1,4 @@
-"""`hpctrain slurm`: renders and submits a job, reports its state and output, cancels it."""
+"""`hpctrain slurm | pbs | flux`: one body that renders, submits, reports on and cancels jobs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import click
 
 from hpctrain import engines
 from hpctrain.cluster.jobs import jobs
+from hpctrain.cluster.jobs.job_status import is_done
 from hpctrain.cluster.jobs.request import JobRequest, build_job
+from hpctrain.cluster.jobs.status_table import print_table
+from hpctrain.cluster.schedulers.scheduler import SCHEDULERS, Scheduler
 from hpctrain.cluster.slurm.queries import NO_ANSWER
-from hpctrain.cluster.slurm.render import render as render_script
 from hpctrain.cluster.slurm.sbatch import parse_option
 from hpctrain.cluster.slurm.site import profile_names as site_names
-from hpctrain.cluster.slurm.status import is_done
-from hpctrain.cluster.slurm.status_table import print_table
 from hpctrain.commands import _options
-from hpctrain.commands._lazy import WholeGroup
+from hpctrain.commands._groups import CommandParts, make_group
 from hpctrain.commands._options import complete_choices, complete_recipes
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.printing import say
@@ -39,13 +39,8 @@ The output of `render` is a script for `sbatch`.
 """
 
 
-@click.group(cls=WholeGroup, epilog=EPILOG)
-def slurm() -> None:
-    """Render, submit, watch and cancel jobs of Slurm."""
-
-
-#: Adds the argument and options that describe a job.
-_add_job_options = _options.add_options(
+#: The argument and the options that describe a job.
+_JOB_OPTIONS = (
     click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipes),
     click.option(
         "--nodes",
@@ -138,12 +133,13 @@ Examples:
 """
 
 
-@slurm.command(epilog=RENDER_EPILOG)
-@_add_job_options
-@click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
-def render(interactive: bool, **options: Any) -> None:
+_INTERACTIVE = click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
+
+
+def render(scheduler: Scheduler, context: click.Context, interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    script = render_script(*build_job(_make_request(options), interactive))
+    job, site = build_job(_make_request(options), interactive, scheduler.check)
+    script = scheduler.render(job, site, None)
     command = shlex.join(["hpctrain", *sys.argv[1:]])
     head, _, rest = script.partition("\n")
     say(
@@ -154,10 +150,15 @@ def render(interactive: bool, **options: Any) -> None:
 def _make_request(options: dict[str, Any]) -> JobRequest:
     """Return the request that the values of a command's options describe."""
     sizes, overrides = options.pop("sizes"), options.pop("sets")
+    pairs = [parse_option(text) for text in options.pop("options")]
+    names = [name for name, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--option {repeated[0]}: expected it once, seen it {len(repeated)} times")
     return JobRequest(
         sizes=() if sizes is None else _parse_sizes(sizes),
         overrides=overrides,
-        **options | {"options": dict(parse_option(text) for text in options["options"])},
+        options=dict(pairs),
+        **options,
     )
 
 
@@ -178,19 +179,16 @@ Examples:
 """
 
 
-@slurm.command(epilog=SUBMIT_EPILOG)
-@_add_job_options
-@click.pass_context
-def submit(context: click.Context, /, **options: Any) -> None:
+def submit(scheduler: Scheduler, context: click.Context, **options: Any) -> None:
     """Submit a job that trains RECIPE; print its id and the run's folder.
 
     The folder keeps the script, the job's id and the job's output.
     """
     try:
-        job, folder = jobs.submit_request(_make_request(options))
+        job, folder = jobs.submit_request(_make_request(options), scheduler)
     except UsageError:
         raise
-    except HpctrainError as error:  # a fault of Slurm needs no traceback
+    except HpctrainError as error:  # a fault of the scheduler needs no traceback
         say(f"hpctrain: {error}", err=True)
         context.exit(error.exit_code)
     say(f"{job}  {folder}")
@@ -205,24 +203,30 @@ Examples:
 """
 
 
-@slurm.command(epilog=STATUS_EPILOG)
-@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option(
-    "--wait",
-    "wait_s",
-    type=float,
-    metavar="S",
-    help="Wait until all jobs have ended, at most S seconds.",
+_STATUS_OPTIONS = (
+    click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]..."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
+    click.option(
+        "--wait",
+        "wait_s",
+        type=float,
+        metavar="S",
+        help="Wait until all jobs have ended, at most S seconds.",
+    ),
 )
-@click.pass_context
+
+
 def status(
-    context: click.Context, folders: tuple[Path, ...], as_json: bool, wait_s: float | None
+    scheduler: Scheduler,
+    context: click.Context,
+    folders: tuple[Path, ...],
+    as_json: bool,
+    wait_s: float | None,
 ) -> None:
     """Show the state of the jobs of DIR, a run or a study; by default of all runs in runs/.
 
-    With --wait the exit code is 0 if all jobs are done, else 1. Without, it is 1 if Slurm does not
-    answer, else 0.
+    With --wait the exit code is 0 if all jobs are done, else 1. Without, it is 1 if the scheduler
+    does not answer, else 0. The jobs may be of any scheduler.
     """
     rows = jobs.status(*folders, wait_s=wait_s or 0)
     say(to_json(rows, indent=1)) if as_json else print_table(rows)
@@ -238,11 +242,16 @@ Examples:
 """
 
 
-@slurm.command(epilog=LOG_EPILOG)
-@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--job", metavar="ID", help="A job of DIR; default: the newest that has output.")
-@click.option("-f", "--follow", is_flag=True, help="Wait for output until the job has ended.")
-def log(run: Path, job: str | None, follow: bool) -> None:
+_LOG_OPTIONS = (
+    click.argument("run", type=click.Path(path_type=Path), metavar="DIR"),
+    click.option("--job", metavar="ID", help="A job of DIR; default: the newest that has output."),
+    click.option("-f", "--follow", is_flag=True, help="Wait for output until the job has ended."),
+)
+
+
+def log(
+    scheduler: Scheduler, context: click.Context, run: Path, job: str | None, follow: bool
+) -> None:
     """Print the output of a job of DIR, the folder of a run."""
     for line in jobs.log(run, job, follow):
         say(line, end="", tabs=True)
@@ -255,12 +264,27 @@ Examples:
 """
 
 
-@slurm.command(epilog=CANCEL_EPILOG)
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
-def cancel(folders: tuple[str, ...]) -> None:
+_CANCEL_OPTIONS = (
+    click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR..."),
+)
+
+
+def cancel(scheduler: Scheduler, context: click.Context, folders: tuple[str, ...]) -> None:
     """Cancel all unfinished jobs of DIR, a run or a study; their ranks save if there is time.
 
     `hpctrain slurm submit` with the same --out continues the run.
     """
     lines = [f"cancelled: {job}" for job in jobs.cancel(*folders)]
     say("\n".join(lines) or "no unfinished job")
+
+
+COMMANDS: tuple[CommandParts, ...] = (
+    (render, RENDER_EPILOG, (*_JOB_OPTIONS, _INTERACTIVE)),
+    (submit, SUBMIT_EPILOG, _JOB_OPTIONS),
+    (status, STATUS_EPILOG, _STATUS_OPTIONS),
+    (log, LOG_EPILOG, _LOG_OPTIONS),
+    (cancel, CANCEL_EPILOG, _CANCEL_OPTIONS),
+)
+slurm, pbs, flux = (
+    make_group(SCHEDULERS[name], EPILOG, COMMANDS) for name in ("slurm", "pbs", "flux")
+)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from scripts import fake
 
 from hpctrain.cli import hpctrain
-from hpctrain.cluster.slurm import status as job_status
+from hpctrain.cluster.jobs import job_status
 from hpctrain.cluster.slurm import submit
 from hpctrain.core.run_files import run_folder
 

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli import hpctrain
-from hpctrain.cluster.slurm import queries, sbatch, status, submit
+from hpctrain.cluster.jobs import job_status as status
+from hpctrain.cluster.slurm import queries, sbatch, submit
 from hpctrain.cluster.slurm.job import Job
 from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
 from hpctrain.cluster.slurm.render import DEFAULT_JOBS, SENT_FILE, render

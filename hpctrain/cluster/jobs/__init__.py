@@ -1,4 +1,4 @@
-"""Training runs as jobs of Slurm: `ht.slurm`.
+"""Training runs as jobs of a scheduler: `ht.slurm`.
 
 `submit` puts a run into the queue; `status`, `log` and `cancel` take the folders of runs.
 """

@@ -1,4 +1,4 @@
-"""Jobs of Slurm that train: submitted, queried, awaited, cancelled, their output read.
+"""Jobs of a scheduler that train: submitted, queried, awaited, cancelled, their output read.
 
 A run is named by its folder; see hpctrain/cluster/slurm/submit.py for its files.
 """
@@ -11,18 +11,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain.cluster.jobs import studies
+from hpctrain.cluster.jobs.job_status import DAMAGED_STATE, Row, status_rows, wait_for_jobs
 from hpctrain.cluster.jobs.request import JobRequest, build_job, must_be_same_recipe
-from hpctrain.cluster.slurm import studies
-from hpctrain.cluster.slurm.job import job_name
-from hpctrain.cluster.slurm.queries import NO_ANSWER, require_command, run_command
-from hpctrain.cluster.slurm.render import render
-from hpctrain.cluster.slurm.status import DAMAGED_STATE, Row, status_rows, wait_for_jobs
-from hpctrain.cluster.slurm.submit import (
-    END_STATES,
-    POLL_INTERVAL_S,
+from hpctrain.cluster.schedulers.scheduler import (
+    SCHEDULERS,
+    Scheduler,
     must_have_no_active_job,
-    submit_script,
 )
+from hpctrain.cluster.slurm.job import job_name
+from hpctrain.cluster.slurm.queries import NO_ANSWER, JobId, require_command, run_command
+from hpctrain.cluster.slurm.submit import END_STATES, POLL_INTERVAL_S
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import open_regular
 from hpctrain.core.names import pick
@@ -32,35 +31,36 @@ LOG_INTERVAL_S = 1.0
 
 
 class Submission(NamedTuple):
-    """A job in Slurm's queue, and the folder of its run."""
+    """A job in the queue of its scheduler, and the folder of its run."""
 
-    job: int
+    job: JobId
     folder: Path
 
 
-def submit(recipe: str, **options: Any) -> Submission:
+def submit(recipe: str, *, scheduler: str = "slurm", **options: Any) -> Submission:
     """Submit a job that trains `recipe` and return its id and the run's folder.
 
     `options` are the fields of `JobRequest`, as in `submit("digits", nodes=4, time="2:00:00")`.
+    `scheduler`: "slurm", "pbs" or "flux"; the other functions find it in the run's folder.
     Raises UsageError for an unknown option, for a recipe or resources that do not fit, without
-    Slurm, and for a folder with an unfinished job or with checkpoints of another recipe.
-    Raises HpctrainError if Slurm does not answer, after which the job may be in the queue.
+    the scheduler, and for a folder with an unfinished job or with checkpoints of another recipe.
+    Raises HpctrainError if the scheduler does not answer, after which the job may be in the queue.
     """
     names = {field.name: field for field in fields(JobRequest)}
     for name in options:
         pick(names, name, "option of submit")
-    return submit_request(JobRequest(recipe, **options))
+    return submit_request(JobRequest(recipe, **options), pick(SCHEDULERS, scheduler, "scheduler"))
 
 
-def submit_request(request: JobRequest) -> Submission:
+def submit_request(request: JobRequest, scheduler: Scheduler) -> Submission:
     """Submit the job of a request; raises as `submit` does."""
-    job, site = build_job(request)
+    job, site = build_job(request, check=scheduler.check)
     folder = Path(job.out or run_folder.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
         must_be_same_recipe(request, run)
-    must_have_no_active_job(folder, job.options.get("dependency", ""))
-    text = render(replace(job, out=str(folder)), site, folder)
-    return Submission(submit_script(text, folder), folder)
+    must_have_no_active_job(scheduler, folder, job.options.get("dependency", ""))
+    text = scheduler.render(replace(job, out=str(folder)), site, folder)
+    return Submission(scheduler.submit(text, folder), folder)
 
 
 def job_folders(paths: Iterable[str | Path]) -> list[Path]:
@@ -81,7 +81,8 @@ def status(*paths: str | Path, wait_s: float = 0.0) -> list[Row]:
     """Return a row per job of runs and studies; by default of all runs in runs/.
 
     First wait until all jobs have ended, at most `wait_s`. A row is a dict with the `job`, its
-    `state` in Slurm, the `status` of its run and other keys of `hpctrain slurm status --json`.
+    `state`, its `scheduler`, the `status` of its run and other keys of `hpctrain slurm status
+    --json`.
     """
     return wait_for_jobs(job_folders(paths), wait_s)
 
@@ -89,21 +90,24 @@ def status(*paths: str | Path, wait_s: float = 0.0) -> list[Row]:
 def cancel(*paths: str | Path) -> list[str]:
     """Cancel all unfinished jobs of runs and studies and return the jobs' ids.
 
-    Ranks get SIGTERM: they save a checkpoint if Slurm's KillWait is long enough for a step and a
-    checkpoint. Raises UsageError without a path, HpctrainError if Slurm does not answer or refuses.
+    Ranks get SIGTERM: they save a checkpoint if there is time for a step and a checkpoint until
+    SIGKILL (in Slurm KillWait). Raises UsageError without a path, HpctrainError if a scheduler does
+    not answer or refuses.
     """
     if not paths:
         raise UsageError("cancel: name the folder of a run or of a study")
-    require_command("scancel")
     rows = status_rows(job_folders(paths))
     if unknown_rows := [row for row in rows if row["state"] == NO_ANSWER]:
         raise HpctrainError(f"nothing was cancelled: {unknown_rows[0]['reason']}")
-    jobs = [row["job"] for row in rows if row["state"] not in (*END_STATES, DAMAGED_STATE)]
-    if jobs:
-        process = run_command(["scancel", *jobs])
-        if process.returncode:
-            raise HpctrainError(f"scancel {' '.join(jobs)}: {process.stderr.strip()}")
-    return jobs
+    rows = [row for row in rows if row["state"] not in (*END_STATES, DAMAGED_STATE)]
+    for scheduler in SCHEDULERS.values():
+        if jobs := [row["job"] for row in rows if row["scheduler"] == scheduler.name]:
+            command = [*scheduler.cancel, *jobs]
+            require_command(command[0])
+            process = run_command(command)
+            if process.returncode:
+                raise HpctrainError(f"{' '.join(command)}: {process.stderr.strip()}")
+    return [row["job"] for row in rows]
 
 
 def log(path: str | Path, job: str | None = None, follow: bool = False) -> Iterator[str]:
@@ -113,7 +117,8 @@ def log(path: str | Path, job: str | None = None, follow: bool = False) -> Itera
     job, or if there is no output and `follow` is False.
     """
     row = _find_row(path, job)
-    file_path = Path(row["log"] or Path(path) / f"slurm-{row['job']}.out")
+    scheduler = SCHEDULERS[row["scheduler"]]
+    file_path = Path(row["log"] or scheduler.find_log(Path(path), row["job"]))
     if not follow and not file_path.exists():
         raise UsageError(f"job {row['job']} is {row['state']}, and {file_path} does not exist yet")
     position, query_time_s = 0, time.monotonic()

@@ -1,8 +1,8 @@
-"""The request of a training run on Slurm: from its fields to a job, whose recipe is validated."""
+"""The request of a training run as a job: from its fields to a job with a validated recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -32,8 +32,15 @@ class JobRequest(JobOptions):
     job_name: str | None = None
 
 
-def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site | None]:
-    """Return the job and its site; raise UsageError if the recipe or the resources do not fit."""
+def build_job(
+    request: JobRequest,
+    interactive: bool = False,
+    check: Callable[[Job, Site | None], None] = check_job,
+) -> tuple[Job, Site | None]:
+    """Return the job and its site; raise UsageError if the recipe or the resources do not fit.
+
+    `check` raises UsageError for a job that its scheduler cannot run.
+    """
     _must_be_printable(request)
     site = load_site(request.site) if request.site else None
     nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
@@ -50,7 +57,7 @@ def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site
         name=request.job_name,
         interactive=interactive,
     )
-    check_job(job, site)
+    check(job, site)
     job_recipe = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
         ranks = total_ranks(replace(job, nodes=size), site)

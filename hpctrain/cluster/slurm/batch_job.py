@@ -4,10 +4,9 @@
       ^                                         |       |
       +------- ranks lost: start again here ----+       +---> requeue
 
-USR1 comes --warn-s before the time is over, or where another job is to have the nodes. The ranks
-save, and summary.json says "stopped". The exit code of a launcher is not the truth: some end with 0
-when a node dies. This file imports only the standard library and runs on Python 3.8: a job sends a
-copy along, for batch hosts where hpctrain is installed only in HPCTRAIN_LAUNCHER's container.
+USR1 comes --warn-s before the time is over or at a preemption; the ranks save, and summary.json
+says "stopped". Exit codes of launchers are not the truth: some are 0 when a node dies. A job sends
+along a copy, for batch hosts where only a container has hpctrain: no imports, Python 3.8.
 """
 
 from __future__ import annotations
@@ -25,46 +24,35 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, call, run
 
 _EXIT_LOST, _EXIT_STOPPED, _EXIT_HUNG, _EXIT_NO_COMMAND = 1, 75, 86, 127
-_QUERY_LIMIT_S, _RETRY_S, _MOVE_LIMIT_S = 20, 30, 10
+_QUERY_LIMIT_S, _RETRY_S, MOVE_LIMIT_S = 20, 30, 10
 _EARLY_S = 90  #: Slurm may warn up to a minute early
 _REPEAT_S = 3.0  #: the interval at which USR1 is repeated: srun drops it before its tasks begin
 _PAUSE_S, _MAX_PAUSE_S, _MAX_REFUSALS = 1.0, 30.0, 5  #: of requests to requeue the job
 #: States of nodes on which no rank can be started; * marks a node that does not respond.
 _LOST_STATE = re.compile(r"(?:down|fail|error|unk|boot|powering_down).*|.*\*")
 #: On each node: its ranks' last operations move into the folder of their run, for `hpctrain hang`.
-_MOVE_RECORDS = """for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
+MOVE_RECORDS = """for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
     ! cp "$file" "$1/watch/node-${file##*-}" || rm -f "$file"
 done"""
-#: The options that are numbers. With `asked` USR1 has come already.
-_OPTIONS = {"max-restarts": 20, "relaunches": 3, "min-ranks": 0, "warn-s": 120, "asked": 0}
+#: Options; `size` follows the launcher's first word, `asked`: USR1 has come already.
+_OPTIONS: dict[str, int | str] = {"max-restarts": 20, "relaunches": 3, "min-ranks": 0,
+                                  "warn-s": 120, "asked": 0, "nodes": "", "size": ""}  # fmt: skip
 
 
-def main(words: list[str]) -> int:
-    """Run a job from the first start of its ranks to its end; return its exit code.
-
-    It is 0 if the run is done or the job is requeued, 75 if the job has to be submitted again.
-    """
-    end = [*words, "--"].index("--")
-    parser = argparse.ArgumentParser(prog="hpctrain launch --in-slurm", allow_abbrev=False)
-    for name, default in _OPTIONS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
-    parser.add_argument("--nodes", metavar="N", help="if srun starts the ranks")
-    parser.add_argument("--size", default="", metavar="WORDS", help="behind the launcher's first")
+def main(words: list[str], job: type[BatchJob] | None = None) -> int:
+    """Run a job; return its exit code: 0 done or requeued, 75 to be submitted again."""
+    job, end = job or BatchJob, [*words, "--"].index("--")
+    parser = argparse.ArgumentParser(prog=f"hpctrain launch --in-{job.name}", allow_abbrev=False)
+    for name, default in job.defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--out", required=True, metavar="DIR")
     options = parser.parse_args(words[:end])
     if not words[end + 1 :]:
         parser.error("expected the command of a rank after `--`")
-    if "SLURM_JOB_ID" not in os.environ:
-        parser.error("expected a job of Slurm, seen no SLURM_JOB_ID: use `hpctrain launch -n N`")
-    # srun has to be told to end when a rank has died, and since 22.05 how many cores a task has.
-    cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")
-    os.environ.update(SLURM_KILL_BAD_EXIT="1", SRUN_CPUS_PER_TASK=cores)
-    # Of a job that came without variables (--export) srun would keep from the ranks what was loaded
-    # here. scontrol is to ask the cluster on which the job runs.
-    for name in ("SLURM_EXPORT_ENV", "SLURM_CLUSTERS"):
-        os.environ.pop(name, None)
+    if job.variable not in os.environ:
+        parser.error(f"expected a job of {job.title}, seen no {job.variable}: use `launch -n N`")
     try:
-        return BatchJob(options, words[end + 1 :]).run()
+        return job(options, words[end + 1 :]).run()
     except OSError as error:
         print(f"{error.filename or options.out}: {error.strerror}", file=sys.stderr)
         return _EXIT_NO_COMMAND if isinstance(error, FileNotFoundError) else 1
@@ -73,26 +61,40 @@ def main(words: list[str]) -> int:
 
 
 class BatchJob:
-    """A job on its batch host: its ranks, its signals, its restarts."""
+    """A job on its batch host: its ranks, its signals, its restarts; other schedulers derive."""
+
+    name, title, variable, defaults = "slurm", "Slurm", "SLURM_JOB_ID", _OPTIONS
 
     def __init__(self, options: argparse.Namespace, command: list[str]) -> None:
-        self.options, self.folder = options, Path(options.out)
-        # The last task of an array has the id of the array: requeued by it, all tasks would run.
-        array, task = map(os.environ.get, ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))
-        self.id = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
-        out = self.folder.parent if array else self.folder  # in which each task has its own
-        self._later = f"to go on submit again, with --out {out} or that as run= in the script"
-        self._nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-        self._restarts, self._relaunches = _variable("SLURM_RESTART_COUNT", 0), 0
+        self.options, self.folder, self.id = options, Path(options.out), os.environ[self.variable]
+        self._nodes, self._restarts, self._relaunches = "", 0, 0
+        self._later = "to go on submit again, with --out {} or that as run= in the script"
         self._process: Popen[bytes] | None = None
         self._asked_s = time.monotonic() if options.asked else None
         self._is_stopping, self._next_query_s = False, 0.0
-        words = os.environ.get("HPCTRAIN_LAUNCHER", "").split() or ["srun", "--kill-on-bad-exit=1"]
-        self._is_srun = words[0].endswith("srun")
-        nodes = [f"--nodes={options.nodes}"] * bool(options.nodes and self._is_srun)
-        # The words of a container follow srun's.
-        self._srun = self._launcher = [words[0], *options.size.split(), *nodes, *words[1:]]
+        self._srun = self._launcher = self._prepare()
+        self._later = self._later.format(self.folder)
         self._command = [*command, "--out", options.out, "--resume"]
+
+    def _prepare(self) -> list[str]:
+        """Read what the scheduler says of the job; return the words that start the ranks."""
+        # srun has to be told to end when a rank has died, and since 22.05 each task's cores.
+        cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")
+        os.environ.update(SLURM_KILL_BAD_EXIT="1", SRUN_CPUS_PER_TASK=cores)
+        # With the first srun would keep from the ranks what was loaded here (sbatch --export); with
+        # the other scontrol would not ask the cluster on which the job runs.
+        for name in ("SLURM_EXPORT_ENV", "SLURM_CLUSTERS"):
+            os.environ.pop(name, None)
+        # The last task of an array has the id of the array: requeued by it, all tasks would run.
+        if array := os.environ.get("SLURM_ARRAY_JOB_ID"):  # each task has its own folder
+            self.id = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+            self._later = self._later.format(self.folder.parent)
+        self._nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+        self._restarts = _variable("SLURM_RESTART_COUNT", 0)
+        words = os.environ.get("HPCTRAIN_LAUNCHER", "").split() or ["srun", "--kill-on-bad-exit=1"]
+        nodes = [f"--nodes={n}" for n in [self.options.nodes] if n and words[0].endswith("srun")]
+        # The words of a container follow srun's.
+        return [words[0], *self.options.size.split(), *nodes, *words[1:]]
 
     def run(self) -> int:
         """Start the ranks, again after a loss, until the job ends; return its exit code."""
@@ -108,8 +110,8 @@ class BatchJob:
             code = self._run_ranks()
             self._collect_records()
             path = self.folder / "summary.json"
-            summary = _read_json(path) if self._is_of_this_part(path) else {}
-            summary = summary if isinstance(summary, dict) else {}
+            table = _read_json(path) if self._is_of_this_part(path) else {}
+            summary = table if isinstance(table, dict) else {}
             status, run_code = summary.get("status"), summary.get("exit_code")
             if status == "done":
                 return 0
@@ -179,17 +181,16 @@ class BatchJob:
         return dict(reversed(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0])))
 
     def _is_of_this_part(self, path: Path) -> bool:
-        try:
+        with suppress(FileNotFoundError):
             return path.stat().st_mtime_ns > (self.folder / ".began").stat().st_mtime_ns
-        except FileNotFoundError:
-            return False
+        return False
 
     def _count_futile_parts(self) -> int:
         """Count the parts in a row, up to this one and over requeues, that saved nothing."""
         path, count = self.folder / ".tries", 0
         if not any(map(self._is_of_this_part, self.folder.glob("checkpoints/*/manifest.json"))):
             earlier_count = _read_json(path)
-            count = 1 + (earlier_count if isinstance(earlier_count, int) else 0)
+            count = 1 + earlier_count if isinstance(earlier_count, int) else 1
         path.write_text(f"{count}\n")
         return count
 
@@ -202,7 +203,7 @@ class BatchJob:
         if names is not None and len(names) < _variable("SLURM_JOB_NUM_NODES", 1):
             srun, *srun_options = self._srun
             ranks = len(names) * _variable("SLURM_NTASKS_PER_NODE", 1)
-            if not self._is_srun or not 0 < self.options.min_ranks <= ranks:
+            if not srun.endswith("srun") or not 0 < self.options.min_ranks <= ranks:
                 return False
             nodes = [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", "-n", str(ranks)]
             self._launcher = [srun, *nodes, *srun_options]
@@ -215,26 +216,30 @@ class BatchJob:
 
     def _requeue(self, cause: str) -> int:
         """Put the job back into the queue, unless it was ended from outside: cancelled, say."""
-        # Slurm answers late where many jobs end at once.
+        # The answer is late where many jobs end at once.
         limit_s = self.options.warn_s + (self._asked_s or time.monotonic())
         max_restarts, pause_s, refusal_count = self.options.max_restarts, _PAUSE_S, 0
         while True:
             state = self._query().get("JobState", "")
             if state not in ("", "RUNNING"):
-                return self._print_line(f"{cause}; Slurm says {state}")
+                return self._print_line(f"{cause}; {self.title} says {state}")
             if self._restarts >= max_restarts:
                 count = f"restarted {self._restarts} times, which is enough"
                 return self._print_line(f"{cause}; {count}: {self._later}")
-            requeue = ["timeout", str(_QUERY_LIMIT_S), "scontrol", "requeue", self.id]
-            if state and not call(requeue):
-                restart = f"restart {self._restarts + 1} of {max_restarts}"
-                return self._print_line(f"{cause}; back into the queue for {restart}", 0)
+            if state and (success := self._request_requeue()):
+                restart = f"for restart {self._restarts + 1} of {max_restarts}"
+                return self._print_line(f"{cause}; {success} {restart}", 0)
             refusal_count += bool(state)
             if refusal_count >= _MAX_REFUSALS or time.monotonic() + pause_s >= limit_s:
                 answer_text = "does not put it back into the queue" if state else "does not answer"
-                return self._print_line(f"{cause}; Slurm {answer_text}: {self._later}")
+                return self._print_line(f"{cause}; {self.title} {answer_text}: {self._later}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _request_requeue(self) -> str:
+        """Ask for another run of the job; return what was done, empty after a refusal."""
+        requeue = ["timeout", str(_QUERY_LIMIT_S), "scontrol", "requeue", self.id]
+        return "" if call(requeue) else "back into the queue"
 
     def _print_line(self, message: str, code: int = _EXIT_STOPPED) -> int:
         print(f"job {self.id}: {message if message.isprintable() else ascii(message)}", flush=True)
@@ -248,21 +253,19 @@ class BatchJob:
             count = len(nodes) or _variable("SLURM_JOB_NUM_NODES", 1)
             srun = f"srun --overlap --nodelist={','.join(nodes) or self._nodes} --nodes={count}"
             srun += f" --ntasks={count} --ntasks-per-node=1 bash -c"
-            words = [_MOVE_RECORDS, f"hpctrain-watch-{table['token']}", str(self.folder)]
-            output(*srun.split(), *words, limit_s=_MOVE_LIMIT_S)
+            words = [MOVE_RECORDS, f"hpctrain-watch-{table['token']}", str(self.folder)]
+            output(*srun.split(), *words, limit_s=MOVE_LIMIT_S)
 
 
 def _is_loss(run_code: object, launcher_code: int, futile_parts: int) -> bool:
     """Return whether a failed part is worth another: its ranks may be lost with their node.
 
-    A bug comes again at once, so a part must have saved something. So may two in a row whose ranks
-    never started (MPI did not start, say), but not if hpctrain itself (1, 2, 3), or the launcher
-    for want of it (127), gave the code.
+    A bug comes again at once, so a part must have saved something, or two in a row never started,
+    but not if hpctrain itself (1, 2, 3), or the launcher for want of it (127), gave the code.
     """
     if run_code is not None:
         return run_code in (_EXIT_LOST, _EXIT_HUNG) and not futile_parts
-    is_refusal = launcher_code in (0, 1, 2, 3, _EXIT_NO_COMMAND)
-    return futile_parts <= 2 and not (is_refusal and futile_parts)
+    return futile_parts <= 2 * (launcher_code not in (0, 1, 2, 3, _EXIT_NO_COMMAND))
 
 
 def remaining_nodes(names: str) -> list[str] | None:

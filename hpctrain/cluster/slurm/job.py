@@ -48,6 +48,11 @@ class Job(JobOptions):
     interactive: bool = False
 
     @property
+    def limit_s(self) -> int:
+        """The time limit in seconds."""
+        return parse_time_limit_s(self.time)
+
+    @property
     def file_name(self) -> str:
         """The script in slurm/ of jobs of this kind."""
         if self.interactive:
@@ -88,14 +93,27 @@ def node_kind(job: Job, site: Site | None) -> Nodes:
 
 
 def check_job(job: Job, site: Site | None = None) -> None:
-    """Raise a UsageError that lists all faults of an impossible job."""
+    """Raise a UsageError that lists all faults of an impossible job of Slurm."""
+    faults = resource_faults(job, site)
+    if job.interactive:
+        faults += _interactive_faults(job)
+    elif job.warn_s > MAX_WARN_S:
+        faults.append(f"--warn-s: expected at most {MAX_WARN_S}, sbatch's limit, seen {job.warn_s}")
+    must_have_no_faults(faults)
+    sbatch.check_options(job.options, site.plugins if site else ())
+
+
+def resource_faults(job: Job, site: Site | None = None) -> list[str]:
+    """Return the faults of a job of any scheduler, its further options excepted."""
     faults = [*_range_faults(job), *_placement_faults(job, site)]
     faults += [*_loss_faults(job, site), *text_faults(job)]
-    limit_s = parse_time_limit_s(job.time)
-    faults += _interactive_faults(job) if job.interactive else _stop_time_faults(job, limit_s)
+    return faults + _stop_time_faults(job, job.limit_s) * (not job.interactive)
+
+
+def must_have_no_faults(faults: Sequence[str]) -> None:
+    """Raise a UsageError that lists the faults, if there are any."""
     if faults:
         raise UsageError("\n".join(faults))
-    sbatch.check_options(job.options, site.plugins if site else ())
 
 
 def _interactive_faults(job: Job) -> list[str]:
@@ -120,16 +138,13 @@ def _interactive_faults(job: Job) -> list[str]:
 
 def _stop_time_faults(job: Job, limit_s: int) -> list[str]:
     """Return the faults in the time of the stop signal."""
-    faults = []
-    if job.warn_s > MAX_WARN_S:
-        faults.append(f"--warn-s: expected at most {MAX_WARN_S}, sbatch's limit, seen {job.warn_s}")
-    if limit_s <= job.warn_s:
-        faults.append(
-            f"--time {job.time} is {limit_s} s, but the stop signal comes {job.warn_s} s before "
-            "the end: take more time, or a smaller --warn-s (the time of the longest checkpoint "
-            "and a minute)"
-        )
-    return faults
+    if limit_s > job.warn_s:
+        return []
+    return [
+        f"--time {job.time} is {limit_s} s, but the stop signal comes {job.warn_s} s before "
+        "the end: take more time, or a smaller --warn-s (the time of the longest checkpoint "
+        "and a minute)"
+    ]
 
 
 def _range_faults(job: Job) -> list[str]:

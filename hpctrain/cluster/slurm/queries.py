@@ -22,12 +22,11 @@ LOST_REPLY_PATTERN = re.compile(
     "timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I
 )
 _NO_CONTACT_PATTERN = re.compile(f"Unable to contact|{LOST_REPLY_PATTERN.pattern}", re.I)
-_WITHOUT_SLURM = (
-    ". Here, `hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` "
-    "starts ranks"
+_WITHOUT_SCHEDULER = (
+    ". Here, `{render}` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
 )
 JobId = int | str  #: 17, or 17_2 for a task of an array
-_NO_SLURM_MESSAGE = "the PATH has no {command}: call this on a login node of a Slurm cluster"
+_NO_COMMAND_MESSAGE = "the PATH has no {command}: call this on a login node of its cluster"
 
 
 @dataclass(frozen=True)
@@ -139,11 +138,11 @@ def query_sacct(job: JobId) -> list[JobState]:
     return [replace(state, job=task) for state in states for task in expand_task_range(state.job)]
 
 
-def require_command(command: str) -> None:
-    """Raise UsageError if this command of Slurm is not on the PATH."""
+def require_command(command: str, render: str = "") -> None:
+    """Raise UsageError if this command is not on the PATH; `render` works without the scheduler."""
     if shutil.which(command) is None:
-        advice = _WITHOUT_SLURM if command == "sbatch" else ""
-        raise UsageError(_NO_SLURM_MESSAGE.format(command=command) + advice)
+        advice = _WITHOUT_SCHEDULER.format(render=render) if render else ""
+        raise UsageError(_NO_COMMAND_MESSAGE.format(command=command) + advice)
 
 
 def run_command(

@@ -44,9 +44,9 @@ def render(job: Job, site: Site | None = None, folder: Path = Path("slurm")) -> 
     """
     check_job(job, site)
     if job.interactive:
-        script = _fill_template(_read_template(job.file_name), _interactive_values(job, site))
+        script = fill_template(_read_template(job.file_name), _interactive_values(job, site))
     else:
-        script = _fill_template(_read_template("job.sbatch"), _batch_values(job, site, folder))
+        script = fill_template(_read_template("job.sbatch"), _batch_values(job, site, folder))
     if job not in DEFAULT_JOBS.values():  # it does not lie in slurm/
         script = script.replace(f"slurm/{job.file_name}", "FILE")
     # A script for a site contains the site's setup, so it needs no site.env.
@@ -61,7 +61,7 @@ def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
     elif job.server_nodes:
         placement, size = _SERVERS_ON_OWN_NODES, "--size=--het-group=0,1 "
     elif job.servers:
-        placement = _fill_template(_SERVERS_ON_WORKER_NODES, {"tasks_per_node": str(tasks)})
+        placement = fill_template(_SERVERS_ON_WORKER_NODES, {"tasks_per_node": str(tasks)})
         size = f'--size="--distribution=cyclic -n $((workers + {job.servers}))" '
     elif job.elastic:
         placement = _elastic_launcher(job)
@@ -221,7 +221,7 @@ def _read_template(name: str) -> str:
     return resources.files("hpctrain.cluster.slurm").joinpath("templates", name).read_text()
 
 
-def _fill_template(template: str, values: dict[str, str]) -> str:
+def fill_template(template: str, values: dict[str, str]) -> str:
     """Return `template` with its placeholders replaced by `values`.
 
     A line with only an empty value is removed, with the blank line after it.

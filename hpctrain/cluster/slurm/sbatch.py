@@ -120,12 +120,12 @@ def must_not_be_reserved(label: str, name: str, value: str) -> None:
         )
 
 
-def must_be_plain_value(label: str, value: str) -> None:
-    """Raise UsageError unless sbatch reads `value` as one word without special characters."""
+def must_be_plain_value(label: str, value: str, command: str = "sbatch") -> None:
+    """Raise UsageError unless `command` reads `value` as one word without special characters."""
     if not _PLAIN_VALUE.fullmatch(value):
         raise UsageError(
-            f"{label}: expected only ASCII letters, digits and {_PUNCTUATION}, since sbatch reads "
-            f"the value from a line of the script; seen {value!r}"
+            f"{label}: expected only ASCII letters, digits and {_PUNCTUATION}, since {command} "
+            f"reads the value from a line of the script; seen {value!r}"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import getpass
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,7 @@ from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.run_files import run_folder
 
 T = TypeVar("T", int, str)
+Query = Callable[[JobId], list[JobState]]
 SCRIPT_FILE, JOBS_FILE = "job.sbatch", "jobs.json"
 MAX_JOBS_FILE_BYTES = 1 << 20
 POLL_INTERVAL_S = 10.0
@@ -54,7 +55,7 @@ def submit_script(script_text: str, folder: Path, options: Sequence[str] = ()) -
     Slurm, if `folder` is not writable, and if sbatch refuses the script. Raises HpctrainError for
     another failure, after which the job may be in the queue.
     """
-    require_command("sbatch")
+    require_command("sbatch", "hpctrain slurm render")
     launchers.must_not_be_rank(os.environ, "each would submit a job")
     sbatch_cluster = os.environ.get("SBATCH_CLUSTERS")
     if sbatch_cluster and sbatch_cluster != os.environ.get("SLURM_CLUSTERS"):
@@ -171,12 +172,19 @@ def _script_options(script_text: str) -> set[str]:
 
 
 def read_job_ids(folder: Path) -> list[int]:
-    """Return the ids of the jobs of a run, the latest last."""
+    """Return the ids of the jobs of a run on Slurm, the latest last."""
+    return [int(job) for job in read_jobs_file(folder)[1]]
+
+
+def read_jobs_file(folder: Path) -> tuple[str, list[str]]:
+    """Return the name of a run's scheduler, "slurm" if none is recorded, and its jobs' ids."""
     path = folder / JOBS_FILE
     try:
         document = files.read_json(path, MAX_JOBS_FILE_BYTES) if path.exists() else {"jobs": []}
-        return [int(job) for job in document["jobs"]]
-    except (ValueError, KeyError, TypeError):
+        if (name := document.get("scheduler", "slurm")) == "slurm":
+            return name, [str(int(job)) for job in document["jobs"]]
+        return str(name), [str(job) for job in document["jobs"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(
             f'{path} is damaged: expected {{"jobs": [17, ...]}}; correct the file, or remove it'
         ) from None
@@ -192,32 +200,44 @@ def find_jobs_by_name(name: str) -> list[int]:
     return sorted({int(line) for line in process.stdout.split()})
 
 
-def must_have_no_active_job(folder: Path, dependency: str = "") -> None:
+def must_have_no_active_job(
+    folder: Path,
+    dependency: str,
+    query_jobs: Callable[[Iterable[str], Iterable[str]], Mapping[str, list[JobState]]],
+    cancel: Sequence[str],
+) -> None:
     """Raise UsageError if a job of `folder` has not ended, unless the new job waits for its end.
 
-    `dependency` is the new job's option --dependency.
+    `dependency` is the new job's option --dependency; `cancel` the command that ends a job.
     """
-    for states in query_jobs([], read_job_ids(folder)).values():
+    for states in query_jobs([], read_jobs_file(folder)[1]).values():
         for state in states:
-            is_awaited = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
+            id_pattern = re.escape(state.job.partition("_")[0]) + r"(?![\w.])"
+            is_awaited = re.search(rf"(?<![\w.]){id_pattern}", dependency)
             if state.state in (*END_STATES, NO_ANSWER) or "singleton" in dependency:
                 continue
             if not is_awaited or "after:" in dependency:
                 raise UsageError(
                     f"--out {folder}: its job {state.job} is {state.state}, and two jobs cannot "
                     f"share a folder; add --option dependency=afterany:{state.job}, name "
-                    f"another --out, or `scancel {state.job}`"
+                    f"another --out, or `{' '.join(cancel)} {state.job}`"
                 )
 
 
-def query_jobs(jobs: Iterable[T], older_jobs: Iterable[T] = ()) -> dict[T, list[JobState]]:
+def query_jobs(
+    jobs: Iterable[T],
+    older_jobs: Iterable[T] = (),
+    queries: tuple[Query, Query] | None = None,
+) -> dict[T, list[JobState]]:
     """Return the states of each job; accounting is not queried for `older_jobs`.
 
-    Once the controller does not answer, all further jobs get the state NO_ANSWER.
+    Once the controller does not answer, all further jobs get the state NO_ANSWER. `queries`: the
+    functions that query a job of the first and of the second list, by default Slurm's.
     """
     states, failure = {}, ""
+    query_of_job, query_of_older_job = queries or (query_slurm, query_scontrol)
     for job, query in chain(
-        ((job, query_slurm) for job in jobs), ((job, query_scontrol) for job in older_jobs)
+        ((job, query_of_job) for job in jobs), ((job, query_of_older_job) for job in older_jobs)
     ):
         try:
             states[job] = [_no_answer_state(job, failure)] if failure else query(job)

@@ -6,12 +6,13 @@ STUDY/trials/SIZE/repeat-0.job/    the submission that makes it: see submit.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.cluster.jobs.job_status import Row, is_done, read_job_history
 from hpctrain.cluster.slurm.queries import numbers_in
-from hpctrain.cluster.slurm.status import Row, is_done, read_job_history
 from hpctrain.cluster.slurm.submit import END_STATES, JOBS_FILE
 from hpctrain.core.run_files import run_folder
 
@@ -35,11 +36,12 @@ def sort_by_age(paths: Iterable[Path]) -> list[Path]:
 
 
 def _newest_job_key(group: Sequence[Path]) -> tuple[int, str]:
-    """Return the sort key of a group of folders: its highest job id (0 if damaged), its path."""
+    """Return the sort key of a group of folders: its highest job number, 0 if none, its path."""
     job_ids = [0]
     for folder in group:
         with suppress(OSError, ValueError):
-            job_ids += [int(job.partition("_")[0]) for job in read_job_history(folder).jobs]
+            jobs = read_job_history(folder).jobs
+            job_ids += [int(match[0]) for job in jobs if (match := re.match(r"\d+", job))]
     return max(job_ids), str(group[0])
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.cluster.slurm.status import explain_state
-from hpctrain.cluster.slurm.studies import merge_by_size
+from hpctrain.cluster.jobs.job_status import explain_state
+from hpctrain.cluster.jobs.studies import merge_by_size
 from hpctrain.core.fitted_table import fit_table, stdout_console
 
 DEFAULT_WIDTH = 130  # characters, if stdout is no terminal

@@ -1,4 +1,4 @@
-"""The status of jobs: their state in Slurm, and their progress from the files of their runs.
+"""The status of jobs: their states in the scheduler, and progress from the files of their runs.
 
 Several jobs may have written into one run, one after the other. The script of each job writes its
 id into RUN/.began. If summary.json is newer than this file, it describes that job.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.schedulers.scheduler import SCHEDULERS, SLURM, Scheduler, scheduler_of
 from hpctrain.cluster.slurm.queries import (
     FORGOTTEN_REASON,
     NO_ANSWER,
@@ -26,9 +27,7 @@ from hpctrain.cluster.slurm.submit import (
     END_STATES,
     JOBS_FILE,
     POLL_INTERVAL_S,
-    SCRIPT_FILE,
-    query_jobs,
-    read_job_ids,
+    read_jobs_file,
 )
 from hpctrain.core import files
 from hpctrain.core.config import toml
@@ -53,6 +52,7 @@ class JobHistory:
     folder: Path
     jobs: tuple[str, ...]  #: ids, the latest last
     script: str = ""  #: empty if the user called sbatch
+    scheduler: Scheduler = SLURM
 
     @property
     def sizes(self) -> list[str]:
@@ -78,13 +78,14 @@ def read_job_history(folder: Path) -> JobHistory:
 
     Raises UsageError for damaged ids, or if the script is missing.
     """
-    jobs, started_job = [str(job) for job in read_job_ids(folder)], run_folder.slurm_job(folder)
+    (_, jobs), started_job = read_jobs_file(folder), run_folder.slurm_job(folder)
     if started_job and started_job not in jobs:
         jobs = sorted([*jobs, started_job], key=numbers_in)
-    script = folder / SCRIPT_FILE
+    scheduler = scheduler_of(folder)
+    script = folder / scheduler.script_file
     is_hand_submitted = not script.exists() and not (folder / JOBS_FILE).exists()
     text = "" if is_hand_submitted else files.read_text(script, files.MIB)
-    return JobHistory(folder, tuple(jobs), text)
+    return JobHistory(folder, tuple(jobs), text, scheduler)
 
 
 def status_rows(folders: Sequence[Path]) -> list[Row]:
@@ -103,12 +104,18 @@ def status_rows(folders: Sequence[Path]) -> list[Row]:
             "`hpctrain slurm submit` or a script of slurm/ made, or of a study of "
             "`hpctrain scale --on slurm`"
         )
-    states_by_job = query_jobs(
-        [history.jobs[-1] for history in readable_histories],
-        [job for history in readable_histories for job in history.jobs[:-1]],
-    )
+    states_by_job = {
+        name: scheduler.query_jobs(
+            [history.jobs[-1] for history in histories_there],
+            [job for history in histories_there for job in history.jobs[:-1]],
+        )
+        for name, scheduler in SCHEDULERS.items()
+        if (histories_there := [h for h in readable_histories if h.scheduler is scheduler])
+    }
     rows = (
-        _history_rows(history, states_by_job) if isinstance(history, JobHistory) else [history]
+        _history_rows(history, states_by_job[history.scheduler.name])
+        if isinstance(history, JobHistory)
+        else [history]
         for history in histories
     )
     return [row for group in rows for row in group]
@@ -119,7 +126,8 @@ def _read_history(folder: Path) -> JobHistory | Row:
         return read_job_history(folder)
     except DAMAGE_ERRORS as error:
         state = JobState("-", DAMAGED_STATE, _error_text(error))
-        return {**vars(state), **_run_fields(folder), "log": None, "said": None, "earlier": ""}
+        output = {"log": None, "said": None, "earlier": "", "scheduler": SLURM.name}
+        return {**vars(state), **_run_fields(folder), **output}
 
 
 def _error_text(error: Exception) -> str:
@@ -165,7 +173,7 @@ def _job_row(history: JobHistory, state: JobState) -> Row:
     except DAMAGE_ERRORS as error:
         error_text = _error_text(error)
         run_fields = _run_fields(history.folder, status=DAMAGED_STATE, reason_of_run=error_text)
-    default_path = history.folder / f"slurm-{state.job}.out"
+    default_path = history.scheduler.find_log(history.folder, state.job)
     reported_path = Path(state.log) if state.log else default_path
     log_path = next((path for path in (default_path, reported_path) if path.is_file()), None)
     has_failed = state.state in END_STATES and run_fields["status"] != "done"
@@ -173,7 +181,8 @@ def _job_row(history: JobHistory, state: JobState) -> Row:
         "log": str(log_path) if log_path else None,
         "said": read_last_line(log_path, state.job) if log_path and has_failed else None,
     }
-    return {**vars(state), **run_fields, **output, "earlier": ""}
+    scheduler = {"scheduler": history.scheduler.name}
+    return {**vars(state), **run_fields, **output, "earlier": "", **scheduler}
 
 
 def read_run_progress(run: Path, job: str) -> Row:

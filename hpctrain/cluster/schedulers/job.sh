@@ -1,0 +1,27 @@
+#!/bin/bash
+# Train with an MPI rank per GPU or per group of cores, as a job of {{ title }}:
+#   {{ submit }} < FILE
+# The job submits the next one with the lines below: change them, rather than to give options.
+{{ directives }}
+asked=0
+trap asked=1 USR1 TERM # also while the site is set up
+
+{{ folder }}
+# The site: modules, Python, launcher, network.
+if [ -f {{ site }} ] && ! . {{ site }}; then
+    echo "{{ site }}: its last command failed; where that is no fault, let it end with 'true'" >&2
+    exit 1
+fi
+set +euC +o pipefail # it may have set them
+
+{{ path }}
+
+# What is trained; results in runs/, as `hpctrain train --out` makes them.
+run={{ run }}
+train=({{ train }})
+
+# Start the ranks, let them save before the time is over, submit the next job.
+trap '' USR1 TERM # until hpctrain handles them
+exec hpctrain launch {{ in_job }} --asked="$asked" --script="$0" --nodes={{ nodes }} \
+    {{ numbers }} \
+    --out="$run" -- "${train[@]}"

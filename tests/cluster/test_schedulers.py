@@ -1,0 +1,270 @@
+"""hpctrain pbs and flux, on simulated schedulers that read the options of the manual pages.
+
+`PYTHONPATH=tests python tests/cluster/test_schedulers.py` writes tests/golden/schedulers anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_schedulers
+import pytest
+from click.testing import CliRunner
+from scripts import fake
+
+import hpctrain as ht
+from hpctrain.cli import hpctrain
+from hpctrain.cluster.schedulers.scheduler import SCHEDULERS
+from hpctrain.cluster.slurm.job import Job
+from hpctrain.core.errors import HpctrainError, UsageError
+
+GOLDEN = Path(__file__).parents[1] / "golden/schedulers"
+#: A job of each scheduler, with its own options.
+OPTIONS = {
+    "pbs": {"account": "m1", "l": "filesystems=home:eagle", "select": "system=polaris"},
+    "flux": {"account": "m1", "queue": "debug", "exclusive": ""},
+}
+NAMES = tuple(OPTIONS)
+IDS = {"pbs": ("101.pbs01", "102.pbs01"), "flux": ("f2Qk1", "f2Qk2")}
+#: A rank. At its first step it is asked to stop, is killed or does what a row says.
+RANK = """
+out=${@: -2:1}; mkdir -p $out/checkpoints/step-1
+trap 'asked=1' USR1
+sleep 0.02 # the time of a file is coarser than that of a clock
+[ -z "$SAVED" ] || touch $out/checkpoints/step-1/manifest.json
+[ "$ASK" != term ] || kill -TERM $PPID
+for ((i = 0; i < 400; i++)); do [ -z "$asked" ] && [ -n "$ASK" ] || break; sleep 0.02; done
+says=$SAYS; [ -z "$asked" ] || says="stopped 75"
+[ -z "$says" ] ||
+    printf '{"status": "%s", "exit_code": %s, "reason": "why"}' $says >$out/summary.json
+exit $CODE
+"""
+
+
+def script(name: str) -> str:
+    job = Job("my runs/it's.toml", nodes=2, gpus_per_node=4, cpus_per_task=8, time="1-2:30:00",
+              options=OPTIONS[name], arguments=("--set", "run.epochs=3"))  # fmt: skip
+    return SCHEDULERS[name].render(job, None, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_files_are_what_is_rendered(name):
+    text = script(name)
+    assert (GOLDEN / f"job.{name}").read_text() == text
+    assert len(text.splitlines()) <= 50
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    if shutil.which("shellcheck"):
+        command = ["shellcheck", "--shell=bash", "-"]
+        checked = subprocess.run(command, input=text, capture_output=True, text=True, timeout=100)
+        assert checked.stdout == ""
+
+
+@pytest.fixture(autouse=True)
+def cluster(tmp_path, monkeypatch):
+    """Put the commands of both schedulers, and an hpctrain whose ranks are RANK, on the PATH."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE_JOBS", str(tmp_path / "jobs"))
+    (tmp_path / "jobs").mkdir()
+    text = Path(fake_schedulers.__file__).read_text()
+    for name in ("qsub", "qstat", "qdel", "flux", "mpiexec"):
+        fake(tmp_path, name, f"#!{sys.executable} -IS\n{text}")
+    launch = f'[ "$1" != launch ] || exec {sys.executable} -m hpctrain "$@"'
+    fake(tmp_path, "hpctrain", f"#!/bin/bash\n{launch}\n{RANK}")
+
+
+def told(*words: str) -> str:
+    """Return what `hpctrain WORDS` prints."""
+    result = CliRunner().invoke(hpctrain, list(words), standalone_mode=False)
+    if result.exception:
+        raise result.exception
+    return result.output
+
+
+def submit(name: str, *words: str) -> str:
+    """Submit a job with its run in run/; return its id."""
+    options = ["--nodes", "2", "--tasks-per-node", "2", "--out", "run"]
+    job, folder = told(name, "submit", "digits", *options, *words).split()
+    assert folder in ("run", "b")
+    return job
+
+
+def states(*words: str) -> list[str]:
+    return [row["state"] for row in json.loads(told("slurm", "status", "--json", *words))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_from_its_submission_to_its_end(name, tmp_path):
+    """Its state, its output, its script and its ids are those of its folder, for all commands."""
+    job = submit(name, "--option", "account=m1", "--cpus-per-task", "3")
+    assert job == IDS[name][0] and states("run") == ["PENDING"]
+    with pytest.raises(UsageError, match=rf"its job {job} is PENDING.*dependency=afterany:{job}"):
+        submit(name)
+    completed = fake_schedulers.run_job(job, tmp_path, SAYS="done 0", CODE="0", SAVED="1")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    path = tmp_path / "run" / {"pbs": f"{job}.OU", "flux": f"flux-{chr(0x192)}{job[1:]}.out"}[name]
+    path.write_text("one\ntwo\n")
+    (row,) = ht.slurm.status("run")
+    assert (row["state"], row["status"], row["scheduler"]) == ("COMPLETED", "done", name)
+    assert row["log"] == str(path.relative_to(tmp_path)) and row["nodes"] in ("n1,n2", "n[1-2]")
+    assert told(name, "log", "run") == "one\ntwo\n"
+    assert told(name, "cancel", "run") == "no unfinished job\n"
+    assert (tmp_path / "starts").read_text().split() == {
+        "pbs": f"-n 4 -ppn 2 --cpu-bind depth --depth 3 --hostfile {tmp_path}/nodes",
+        "flux": "-N 2 -n 4 -c 3",
+    }[name].split()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_file()) == sorted(
+        [".began", path.name, f"job.{name}", "jobs.json", "summary.json"]
+    )
+    (tmp_path / "jobs" / f"{job}.json").unlink()
+    assert states("run") == ["UNKNOWN"]
+    assert told(name, "status", "run", "--wait", "1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_is_cancelled(name):
+    job = submit(name)
+    assert told(name, "cancel", "run") == f"cancelled: {job}\n"
+    assert states("run") == ["CANCELLED"]
+    told(name, "submit", "digits", "--out", "run")  # goes on with the run
+
+
+# variables of the ranks -> what the job says at its end, its exit code, whether another follows
+PARTS = {
+    "stopped before its time is over": (
+        {"ASK": "1", "left": "20", "CODE": "75"},
+        "why; submitted again as {} for restart 1 of 20", 0,
+    ),
+    "a rank is killed": (
+        {"CODE": "137", "SAVED": "1"},
+        "ranks were lost, or hung; submitted again as {} for restart 1 of 20", 0,
+    ),
+    "the scheduler ends it": ({"ASK": "term", "CODE": "75"}, "why; {title} says ENDED", 75),
+    "a bug": ({"SAYS": "failed 3", "CODE": "3"}, "", 3),
+    "done": ({"SAYS": "done 0", "CODE": "0"}, "", 0),
+}  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", PARTS)
+def test_what_follows_a_part(case, name, tmp_path):
+    environ, message, code = PARTS[case]
+    job, successor = submit(name, "--warn-s", "30"), IDS[name][1]
+    if "left" in environ and name == "pbs":  # another limit than that of the script
+        change_limit(tmp_path, job)
+    completed = fake_schedulers.run_job(job, tmp_path, **environ)
+    assert (completed.returncode, completed.stderr) == (code, ""), completed.stdout
+    title = SCHEDULERS[name].title
+    assert message.format(successor, title=title) in completed.stdout
+    follows = "{}" in message
+    kept = json.loads((tmp_path / "run/jobs.json").read_text())
+    assert kept == {"scheduler": name, "jobs": [job, successor][: 1 + follows]}
+    if follows:
+        next_job = json.loads((tmp_path / "jobs" / f"{successor}.json").read_text())
+        dependency = {"pbs": "-W", "flux": "dependency"}[name]
+        prefix = "depend=" * (name == "pbs")
+        assert next_job["options"][dependency] == [f"{prefix}afterany:{job}"]
+        assert states("run")[-1] == "PENDING"
+        completed = fake_schedulers.run_job(successor, tmp_path, SAYS="done 0", CODE="0")
+        assert completed.returncode == 0 and states("run")[-1] == "COMPLETED"
+
+
+def change_limit(folder: Path, job: str) -> None:
+    """Let PBS report a limit of a minute, as after qalter: less than the warning before its end."""
+    path = folder / "jobs" / f"{job}.json"
+    facts = json.loads(path.read_text()) | {"limit": "walltime = 00:00:20"}
+    path.write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_submitted_by_hand_goes_on_in_its_run(name, tmp_path):
+    text = told(name, "render", "digits", "--max-restarts", "1")
+    command = {"pbs": ["qsub"], "flux": ["flux", "batch"]}[name]
+    subprocess.run(command, input=text, text=True, check=True, stdout=subprocess.DEVNULL)
+    for job, end, code in zip((*IDS[name], "last"), ("as ", "is enough"), (0, 75), strict=False):
+        completed = fake_schedulers.run_job(job, tmp_path, CODE="75", SAYS="stopped 75")
+        assert (completed.returncode, completed.stderr) == (code, ""), completed.stdout
+        assert end in completed.stdout
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "jobs.json").read_text())["jobs"] == [*IDS[name]]
+
+
+MPI = {
+    "openmpi": "-n 4 --map-by ppr:2:node --bind-to none --hostfile",
+    "hydra": "-n 4 -ppn 2 --hostfile",
+    "pals": "-n 4 -ppn 2 --cpu-bind depth --depth 1 --hostfile",
+}
+
+
+@pytest.mark.parametrize("vendor", MPI)
+def test_each_mpiexec_gets_its_own_options(vendor, tmp_path):
+    job = submit("pbs")
+    environ = {"SAYS": "done 0", "CODE": "0", "FAKE_MPI": vendor}
+    assert fake_schedulers.run_job(job, tmp_path, **environ).returncode == 0
+    assert (tmp_path / "starts").read_text().startswith(MPI[vendor])
+
+
+# words, what the error says
+REFUSED = {
+    "pbs --sizes 1,2": "--sizes: PBS has no such jobs here; a task of an array",
+    "flux --servers 1 --nodes 2": "--servers: Flux has no such jobs here; the last ranks",
+    "pbs --elastic": "--elastic: PBS has no such jobs here; after a loss",
+    "flux --min-ranks 1": "--min-ranks: Flux has no such jobs here",
+    "pbs --site cpu": "write modules and the launcher into pbs/site.env",
+    "flux --interactive": "--interactive: asks salloc for nodes; here call `flux alloc -N 1`",
+    "pbs --nodes 0": "--nodes: expected 1 or more, seen 0",
+    "pbs --option acount=m": "did you mean 'account'",
+    "pbs --option l=walltime=1:00:00": "cannot set walltime: use --time",
+    "pbs --option l=mem=1gb,select=1": "cannot set select",
+    "pbs --option W=depend=afterok:1": "cannot set depend: use --option dependency=TYPE:ID",
+    "pbs --option r=n": "--option r: cannot be set: use --max-restarts",
+    "pbs --option A": "--option A: expected A=VALUE, seen ''",
+    "flux --option exclusive=1": "expected exclusive, without a value, seen '1'",
+    "flux --option time-limit=5": "--option time-limit: cannot be set: use --time",
+    "flux --option signal=USR1@5": "--option signal: cannot be set: use --warn-s",
+    "pbs --option q=$(a)": "since qsub reads the value from a line of the script; seen '$(a)'",
+    "flux --option queue=a --option queue=b": "--option queue: expected it once, seen it 2 times",
+    "pbs --time 1:00": "is 60 s, but the stop signal comes 120 s before",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_translated_is_refused(words):
+    name, *options = words.split()
+    with pytest.raises(UsageError) as error:
+        told(name, "render", "digits", *options)
+    assert REFUSED[words] in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_faults_of_the_scheduler(name, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"refuses the job:\n.*queue"):
+        submit(name, "--option", "queue=closed")
+    assert not Path("run").exists()
+    submit(name)
+    Path("away").touch()
+    assert states("run") == ["NO ANSWER"]
+    with pytest.raises(HpctrainError, match=r"nothing was cancelled: .*connect"):
+        told(name, "cancel", "run")
+    with pytest.raises(UsageError, match=r"holds jobs of .*, expected one of Slurm"):
+        told("slurm", "submit", "digits", "--out", "run")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(UsageError, match=rf"`hpctrain {name} render` prints the script"):
+        submit(name, "--out", "b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_that_nobody_has_run_it(name):
+    assert "not run on a real one" in told(name, "--help")
+    assert "not run on a real one" in script(name)
+
+
+if __name__ == "__main__":
+    for name in NAMES:
+        GOLDEN.mkdir(parents=True, exist_ok=True)
+        (GOLDEN / f"job.{name}").write_text(script(name))
