@@ -165,12 +165,13 @@ def test_follow_sees_rows_that_a_resumed_run_replaces(tmp_path):
             run_folder.append_row(run, {"step": 3, "train_loss": 9.0})
         if look == 1:
             run_folder.append_row(run, {"step": 4, "train_loss": 9.5})
-            run_folder.write_summary(run, {"status": "done", "exit_code": 0})
+            run_folder.write_summary(run, {"status": "done", "exit_code": 0, "world_size": 2})
 
     export = Export(run, "csv")
     export.end(history.follow(run, wait, export.update))
-    values = trackers.read("csv", run).values["train_loss"]
-    assert values == [(1, 1.0), (2, 0.5), (3, 9.0), (4, 9.5)]
+    contents = trackers.read("csv", run)
+    assert contents.values["train_loss"] == [(1, 1.0), (2, 0.5), (3, 9.0), (4, 9.5)]
+    assert contents.config["job.world_size"] == "2"  # known at the end alone
 
 
 def test_runs_lists_without_a_subcommand(tmp_path):
