@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain import data, engines, jax, nn, optim, parallel, torch
     from hpctrain.cluster import jobs as slurm
+    from hpctrain.nn import metrics
     from hpctrain.training import callbacks, loggers
     from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
     from hpctrain.training.runs import load
@@ -50,6 +51,7 @@ __all__ = [
     "jax",
     "load",
     "loggers",
+    "metrics",
     "nn",
     "optim",
     "parallel",
@@ -73,6 +75,7 @@ _PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "torch"}
 _MODULES = {
     "callbacks": "hpctrain.training.callbacks",
     "loggers": "hpctrain.training.loggers",
+    "metrics": "hpctrain.nn.metrics",
     "slurm": "hpctrain.cluster.jobs",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import isfinite
 from typing import Literal, NamedTuple
@@ -12,8 +13,12 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.names import unknown
 
 Direction = Literal["min", "max"]
-#: The direction in which each metric of the built-in losses improves.
-DIRECTIONS: dict[str, Direction] = {"loss": "min", "accuracy": "max", "rmse": "min", "r2": "max"}
+#: The direction in which each built-in metric improves.
+DIRECTIONS: dict[str, Direction] = {
+    "loss": "min", "accuracy": "max", "rmse": "min", "r2": "max",
+    "auc": "max", "f1": "max", "f1_macro": "max", "f1_micro": "max",
+}  # fmt: skip
+TOP_K = "top_[1-9][0-9]{0,3}"  #: of the names of top-k accuracies, which rise
 PARTS = ("test", "train")
 
 
@@ -44,8 +49,9 @@ def make_criterion(metric: str, direction: Direction | None, place: str) -> Crit
     `place`, for a metric that is unknown, or without a direction.
     """
     part, _, name = metric.partition("_")
-    if part in PARTS and name and (direction or name in DIRECTIONS):
-        return Criterion(metric, direction or DIRECTIONS[name])
+    usual = "max" if re.fullmatch(TOP_K, name) else DIRECTIONS.get(name)
+    if part in PARTS and name and (chosen := direction or usual):
+        return Criterion(metric, chosen)
     metric_names = [f"{part}_{name}" for name in DIRECTIONS for part in PARTS]
     hint = "; one of a loss of your own needs a direction beside it" if part in PARTS else ""
     raise UsageError(f"{place}: {unknown('metric', metric, metric_names)}{hint}")

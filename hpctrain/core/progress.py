@@ -151,8 +151,12 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def _test_metrics(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metrics of the test set in words, without its loss."""
-    metric_keys = [key for key in entries if key.startswith("test_") and key != "test_loss"]
+    """Return the metrics of the test set in words, without its loss and what is no number."""
+    metric_keys = [
+        key
+        for key, value in entries.items()
+        if key.startswith("test_") and key != "test_loss" and not isinstance(value, list)
+    ]
     return {key.replace("_", " "): _format_number(entries[key], ".4f") for key in metric_keys}
 
 

@@ -28,7 +28,13 @@ from hpctrain import nn
 from hpctrain.collectives.ordered import Subtotal, SumTree, make_in_place_add
 from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.gradients.replica import Batch, Replica, WrappedReplica, ignore_ready
+from hpctrain.gradients.replica import (
+    Batch,
+    Replica,
+    WrappedReplica,
+    ignore_ready,
+    mean_factor,
+)
 from hpctrain.transport.placement.core_binding import limit_blas_to_one_thread
 
 DEFAULT_BLOCKS = 8
@@ -90,8 +96,7 @@ class BlockReplica(WrappedReplica):
         The last subtotal is `arena.grad`. Returns the totals of this rank's blocks.
         """
         own_blocks, samples = self._own_blocks, key.samples
-        if (mean_factor := getattr(self.loss, "mean_factor", None)) is not None:
-            key = key._replace(mean_factor=mean_factor(batch, key))
+        key = key._replace(mean_factor=mean_factor(self.loss, batch, key))
         indices = (*own_blocks, own_blocks.stop)
         bounds = [samples * b // self._tree.blocks - key.first for b in indices]
         if (bounds[0], bounds[-1]) != (0, batch.n):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from hpctrain.core.errors import UsageError
+from hpctrain.nn.metrics.metric import MAX_EXAMPLE
 
 
 class GuestModel:
@@ -21,6 +24,16 @@ class GuestModel:
             raise UsageError(
                 f"the model was given samples of shape {self.input_shape} before, seen {shape}"
             )
+
+    def metric_example(self, samples: Any) -> tuple[np.ndarray, Any]:
+        """Return outputs and targets of a few samples as metrics get them, see Replica."""
+        self.check_sample_shape(samples)
+        rows = np.arange(min(len(samples), MAX_EXAMPLE))
+        return self._metric_arrays(*samples.rows(rows))
+
+    def _metric_arrays(self, x: Any, y: Any) -> tuple[np.ndarray, Any]:
+        """Return the outputs for samples `x`, and the targets, as metrics get them."""
+        raise NotImplementedError
 
 
 class GuestLoss:

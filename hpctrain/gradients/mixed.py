@@ -27,7 +27,15 @@ import numpy as np
 from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.gradients.loss_scale import LossScale
-from hpctrain.gradients.replica import Batch, ModelReplica, WrappedReplica, needed, split_batch
+from hpctrain.gradients.replica import (
+    Batch,
+    ModelReplica,
+    WrappedReplica,
+    mean_factor,
+    needed,
+    split_batch,
+)
+from hpctrain.nn.metrics.metric import Observer
 
 
 def half_dtype(name: str) -> np.dtype:
@@ -66,6 +74,7 @@ class MixedReplica(WrappedReplica):
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         metric_sums: nn.Sums = {}
+        scale *= mean_factor(self.loss, batch, key)
         key = self._round_params(key)
         grad_views = needed(key, self._grad_views)
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
@@ -89,10 +98,10 @@ class MixedReplica(WrappedReplica):
             metric_sums = nn.add(metric_sums, compute(piece, scale, piece_key, take_slot))
         return metric_sums
 
-    def evaluate(self, batch: Batch) -> nn.Sums:
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
         self._round_all_params()
-        return self.model.evaluate(self._params, batch.inputs, batch.targets)
+        return self.model.evaluate(self._params, batch.inputs, batch.targets, observe)
 
     def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), float32, on the host."""

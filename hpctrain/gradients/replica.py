@@ -17,6 +17,7 @@ from hpctrain.core.trees import arrays, map_arrays
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
+from hpctrain.nn.metrics.metric import Observer
 from hpctrain.nn.part import GradientSums
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
@@ -85,8 +86,12 @@ class Replica(Protocol):
         on `key` alone.
         """
 
-    def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums of the loss and the metrics over `batch`, without a gradient."""
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
+        """Return the sums of the loss over `batch`, without a gradient.
+
+        `observe(outputs, targets)` is called with all outputs in turn, a few at a time, on the host
+        and with the axis of classes last; targets of the class -1 do not count.
+        """
 
     def move(self, **planes: np.ndarray) -> None:
         """Move `param` or `grad` of the arena to another array, with its values.
@@ -115,9 +120,9 @@ class WrappedReplica:
         """Move planes to other arrays; see Replica."""
         self._replica.move(**planes)
 
-    def evaluate(self, batch: Batch) -> nn.Sums:
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        return self._replica.evaluate(batch)
+        return self._replica.evaluate(batch, observe)
 
 
 class TrainableModel(Protocol):
@@ -140,6 +145,9 @@ class TrainableModel(Protocol):
 
     def output_shape_for(self, samples: Any) -> tuple[int, ...]:
         """Return the output's shape for one of `samples`; raise UsageError if they do not fit."""
+
+    def metric_example(self, samples: Any) -> tuple[np.ndarray, Any]:
+        """Return outputs and targets of a few samples as metrics get them; may raise UsageError."""
 
 
 class ModelReplica:
@@ -174,6 +182,7 @@ class ModelReplica:
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         metric_sums: nn.Sums = {}
+        scale *= mean_factor(self.loss, batch, key)
         params, views = needed(key, self._params), needed(key, self._grads)
         grads = GradientSums(self.model.whole, views, self.micro_batches, on_ready)
         for piece, first in split_batch(batch, self.micro_batches):
@@ -184,9 +193,9 @@ class ModelReplica:
             metric_sums = nn.add(metric_sums, piece_sums)
         return metric_sums
 
-    def evaluate(self, batch: Batch) -> nn.Sums:
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        return self.model.evaluate(self._params, batch.inputs, batch.targets)
+        return self.model.evaluate(self._params, batch.inputs, batch.targets, observe)
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
@@ -201,6 +210,15 @@ class ModelReplica:
         """Create a view of each tensor in the planes."""
         self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
         self._grads = self.arena.views(self.arena.grad)
+
+
+def mean_factor(loss: Any, batch: Batch, key: nn.Key) -> float:
+    """Return the factor of the scale of `batch` for a loss that is no mean over targets.
+
+    Its sum is divided by the weights of all targets of a step, say. Collective for such a loss.
+    """
+    method = getattr(loss, "mean_factor", None)
+    return 1.0 if method is None else method(batch, key)
 
 
 def split_batch(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:

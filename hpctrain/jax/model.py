@@ -71,6 +71,26 @@ class JaxModel(GuestModel):
         jax.eval_shape(self.loss.means, self.as_tree(leaves), *self.as_arguments(x, y))
         return ()
 
+    def _metric_arrays(self, x: Any, y: Any) -> tuple[np.ndarray, Any]:
+        """Return the outputs for samples `x`, and the targets, as metrics get them."""
+        if self.predict is None:
+            raise UsageError(
+                "metrics: expected predict=lambda params, x: ... beside metrics of outputs, seen "
+                "none; a metric that the loss itself returns needs another name"
+            )
+        x, y = self.as_arguments(*map_arrays(self.as_input, (x, y)))
+        params = self.as_tree([jnp.asarray(leaf, self.dtype) for leaf in self.leaves.values()])
+        return self.metric_arrays(self.predict(params, x), y)
+
+    def metric_arrays(self, outputs: Any, y: Any) -> tuple[np.ndarray, Any]:
+        """Return outputs of `predict`, and targets, as arrays; raise UsageError for pytrees."""
+        for name, value in {"outputs": outputs, "targets": y}.items():
+            if not hasattr(value, "dtype") or value.ndim == 0:
+                raise UsageError(
+                    f"metrics: expected one array (n, ...) of {name}, seen {type(value).__name__}"
+                )
+        return np.asarray(outputs), np.asarray(y)
+
     @property
     def own_precision(self) -> Precision:
         """The dtype that the leaves share; UsageError if they have several, or 16 bits."""

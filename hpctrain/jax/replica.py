@@ -29,6 +29,7 @@ from hpctrain.jax.model import JaxModel
 from hpctrain.jax.parameters import describe_dtypes
 from hpctrain.jax.samples import as_leaf
 from hpctrain.nn.losses import Total
+from hpctrain.nn.metrics.metric import Observer
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
 MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once
@@ -101,14 +102,17 @@ class JaxReplica:
             on_ready(name)
         return sums
 
-    def evaluate(self, batch: Batch) -> nn.Sums:
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
         sums: nn.Sums = {}
         for start in range(0, batch.n, MAX_EVALUATION_ROWS):
             piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
             x, y = map_arrays(self.model.as_input, (piece.inputs, piece.targets))
-            means = self._compiled.means(self._shared_params(), *self.model.as_arguments(x, y))
+            x, y = self.model.as_arguments(x, y)
+            means = self._compiled.means(self._shared_params(), x, y)
             sums = nn.add(sums, self._metric_sums(means, piece.n))
+            if observe is not None and self._predict is not None:
+                observe(*self.model.metric_arrays(self._predict(self._shared_params(), x), y))
         return sums
 
     def predict(self, x: Any) -> Any:

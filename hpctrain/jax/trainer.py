@@ -14,6 +14,7 @@ from hpctrain.jax.losses import LossFunction
 from hpctrain.jax.model import JaxModel
 from hpctrain.jax.replica import JaxReplica
 from hpctrain.jax.samples import RefusedSamples, as_jax_samples
+from hpctrain.nn.metrics import Metric, is_name
 from hpctrain.optim import Optimizer
 from hpctrain.training import trainer
 from hpctrain.training.arguments import as_engine, as_optimizer
@@ -36,7 +37,7 @@ class Trainer(trainer.Trainer):
         engine: Any = "allreduce",
         *,
         predict: Callable[[Any, Any], Any] | None = None,
-        metrics: Iterable[str] = (),
+        metrics: Iterable[str | Metric] = (),
         precision: Precision | None = None,
         world: World | None = None,
         **options: Any,
@@ -44,25 +45,31 @@ class Trainer(trainer.Trainer):
         """Lay the parameters out in an arena and build the engine; collective.
 
         `loss(params, x, y)` returns the mean over the samples of the batch; with `metrics`, a pair
-        (mean, dict of further means). `JaxLoss` describes random numbers. `precision`: float32 or
+        (mean, dict of further means). Of the names in `metrics`, "auc", "f1" and other names of
+        `ht.metrics` are computed from the outputs of `predict` instead. `JaxLoss` describes random
+        numbers. `precision`: float32 or
         float64, for parameters and floating-point samples; by default parameters and samples keep
         their dtypes. `options`: keywords of `ht.Trainer`, such as `seed` and `callbacks`. Raises
         UsageError on all ranks if an argument of any rank does not fit.
         """
         world = world or hpctrain.world.init()
 
-        def make_model() -> JaxModel:
+        def make_model() -> tuple[JaxModel, list[str | Metric]]:
             _check_optimizer(optimizer)
             as_optimizer(optimizer), as_engine(engine)
-            model = JaxModel(loss, params, predict, metrics)
+            names = [metrics] if isinstance(metrics, str) else list(metrics)
+            own_names: Any = list(filter(_is_own, names))
+            model = JaxModel(loss, params, predict, own_names)
             model.has_precision = precision is not None
-            return model
+            return model, [name for name in names if not _is_own(name)]
 
-        model = world.on_all_ranks(make_model)
+        model, others = world.on_all_ranks(make_model)
         chosen = world.on_all_ranks(lambda: precision or model.own_precision)
         structure = re.sub("0x[0-9a-f]+", "0x", str(model.structure))  # addresses differ by rank
         world.must_agree(f"{chosen} in {structure}", "params and precision")
-        super().__init__(model, optimizer, engine, precision=chosen, world=world, **options)
+        super().__init__(
+            model, optimizer, engine, precision=chosen, world=world, metrics=others, **options
+        )
 
     @property
     def params(self) -> Any:
@@ -97,6 +104,11 @@ class Trainer(trainer.Trainer):
             return samples
         except UsageError as error:  # perhaps of this rank alone
             return RefusedSamples(error)
+
+
+def _is_own(metric: Any) -> bool:
+    """Return whether `metric` is the name of a mean that the loss returns."""
+    return not isinstance(metric, Metric) and not is_name(metric)
 
 
 def _check_optimizer(optimizer: Any) -> None:

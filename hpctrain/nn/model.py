@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays, sample_count, sample_shape
-from hpctrain.core.xp import Array, like, narrowed, on_device, widened
+from hpctrain.core.xp import Array, like, narrowed, on_device, to_host, widened
 from hpctrain.nn.chain import Concatenate, infer_shapes, qualify_names
 from hpctrain.nn.embedding import Embedding
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
@@ -25,6 +25,7 @@ from hpctrain.nn.losses import (
     cross_entropy,
     wait_for_sums,
 )
+from hpctrain.nn.metrics.metric import Observer, zero_example
 from hpctrain.nn.part import GradientSums, Part
 
 MAX_EVALUATION_TARGETS = 2048  #: targets that `evaluate` computes at once; bounds the memory
@@ -162,14 +163,20 @@ class Model:
         assert dy is not None
         return sums, narrowed(dy, output)
 
-    def evaluate(self, params: Mapping[str, Array], x: Any, y: Any) -> Sums:
-        """Return the sums over a data set, without dropout; for the arrays see `gradient`."""
+    def evaluate(
+        self, params: Mapping[str, Array], x: Any, y: Any, observe: Observer | None = None
+    ) -> Sums:
+        """Return the sums over a data set, without dropout; for the arrays see `gradient`.
+
+        `observe(outputs, targets)` is called with all outputs in turn, a few at a time.
+        """
         metric_sums: Sums = {}
         for piece in self.evaluation_pieces(sample_count(x)):
-            take_piece = itemgetter(piece)
-            outputs = self.outputs(params, map_arrays(take_piece, x))
-            piece_sums = self.loss_sums(outputs, map_arrays(take_piece, y))
-            metric_sums = add(metric_sums, wait_for_sums(piece_sums))
+            samples, targets = (map_arrays(itemgetter(piece), tree) for tree in (x, y))
+            outputs = self.outputs(params, samples)
+            metric_sums = add(metric_sums, wait_for_sums(self.loss_sums(outputs, targets)))
+            if observe is not None:
+                observe(to_host(widened(outputs)), targets)
         return metric_sums
 
     def evaluation_pieces(self, samples: int) -> list[slice]:
@@ -191,6 +198,8 @@ class Model:
         """Return the output's shape for one of `samples`; raise UsageError if they do not fit."""
         self.check_shape(samples.sample_shape)
         return self.output_shape
+
+    metric_example = zero_example  #: outputs and targets as metrics get them
 
     def check_shape(self, shape: Any) -> None:
         """Raise UsageError unless samples of `shape` fit."""

@@ -32,12 +32,12 @@ from pydantic import Field
 from hpctrain.collectives.small_messages import gather_distinct
 from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, ModelError, UsageError
-from hpctrain.core.metrics import PARTS, Criterion, Direction, make_criterion
+from hpctrain.core.metrics import Criterion, Direction, make_criterion
 from hpctrain.core.names import unknown
 from hpctrain.gradients.arena import Arena
 
 if TYPE_CHECKING:
-    from hpctrain import nn
+    from hpctrain.training.evaluation import Evaluation
     from hpctrain.world import World
 
 __all__ = ["Callbacks", "EarlyStop", "FirstRank", "Run"]
@@ -273,10 +273,12 @@ def _callback_name(callback: Any) -> str:
 
 
 def check_metrics(
-    loss: nn.Loss, callbacks: Sequence[Any], keep_best: str | None, has_test_set: bool
+    evaluation: Evaluation, callbacks: Sequence[Any], keep_best: str | None, has_test_set: bool
 ) -> None:
     """Raise UsageError if early stop or keep_best needs a metric that no row has."""
-    metric_names = [f"{part}_{name}" for part in PARTS for name in loss.metrics]
+    loss = evaluation.loss
+    metric_names = [f"test_{name}" for name in evaluation.scalars]
+    metric_names += [f"train_{name}" for name in loss.metrics]
     users = [("early stop", c.metric) for c in callbacks if isinstance(c, EarlyStop)]
     for user, metric in [*users, ("keep_best", keep_best)]:
         if metric and metric not in metric_names:

@@ -12,7 +12,6 @@ import numpy as np
 from hpctrain import checkpoint
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import brief
-from hpctrain.core.metrics import PARTS
 from hpctrain.core.trees import shape_from_json
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.loss_scale import LossScale
@@ -34,9 +33,10 @@ class Checkpointer:
         self._loss = replica.loss
         self._loss_scale: LossScale | None = getattr(replica, "loss_scale", None)
         origin = segment.fit.origin
-        self._about = {  # facts of model, data and callbacks for checkpoints
+        self._about: dict[str, Any] = {  # facts of model, data and callbacks for checkpoints
             "model": {"input_shape": replica.model.input_shape, "outputs": origin.outputs},
             **({"scale": origin.scale.as_json()} if origin.scale else {}),
+            **({"class_weights": origin.class_weights} if origin.class_weights else {}),
             "callbacks": callbacks.saved,  # which changes with each row
         }
         self._best_value: float | None = None  # of the metric `keep_best`
@@ -150,5 +150,6 @@ class Checkpointer:
     def _row_metrics(self, row: Row) -> dict[str, float | None]:
         """Return the metrics of a row; None for each if a stop cut the row short."""
         complete_row = {} if row.get("interrupted") else row
-        metric_names = [f"{part}_{name}" for part in PARTS for name in self._loss.metrics]
+        test_names = (f"test_{name}" for name in self._segment.evaluation.scalars)
+        metric_names = [*test_names, *(f"train_{name}" for name in self._loss.metrics)]
         return {name: complete_row.get(name) for name in metric_names}

@@ -11,8 +11,10 @@ from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead
 from hpctrain.data.scaling import Scale
 from hpctrain.engines import Engine
+from hpctrain.nn.metrics import Metric
 from hpctrain.optim.optimizer import Schedule
 from hpctrain.parallel.mesh import Mesh
+from hpctrain.training.evaluation import Evaluation
 from hpctrain.training.loggers.loggers import Logger
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
@@ -20,11 +22,12 @@ from hpctrain.world import World
 
 
 class RunOrigin(NamedTuple):
-    """The recipe of a run, kept beside its results, its model's outputs, and its data's scale."""
+    """The recipe of a run, kept beside its results, and what follows from its data."""
 
     recipe: Recipe | None = None
-    outputs: int | None = None
+    outputs: int | None = None  #: of the model
     scale: Scale | None = None
+    class_weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Fit:
     rate: float | Schedule | None
     callbacks: Sequence[Any]
     loggers: Sequence[Logger]
+    metrics: Sequence[str | Metric]
 
     def __post_init__(self) -> None:
         """Raise UsageError for options that exclude each other."""
@@ -71,6 +75,7 @@ class FitSegment:
     replica: Any  #: of the engine, without planted delays
     engine: Engine
     blocks: int  #: parts of a batch; see hpctrain.engines.blocks_of
+    evaluation: Evaluation  #: of the test set
     run: Path | None  #: the folder of the run
 
     @property

@@ -60,6 +60,7 @@ def run_segment(
             orders.announce(world, fit.train, fit.batch)
             for value in (segment.test, segment.replica.loss):
                 orders.announce(world, value)
+            segment.evaluation.announce(segment.test, fit.metrics)
             _log_start(segment)
         stack.enter_context(summary_on_exit(journal, callbacks.end))
         stack.enter_context(centered_loss(segment.replica.model, fit.train))
@@ -74,6 +75,7 @@ def _agree_on_batches(segment: FitSegment) -> None:
         f"{sampler.n} samples in batches of {fit.batch} for {segment.total_steps} steps with seed "
         f"{fit.seed}, {fit.trace}"
     )
+    plan_text += f", metrics {metrics}" if (metrics := segment.evaluation.scalars) else ""
     if sampler.order is not None:
         plan_text += f", in the order of {sampler.order!r}"
     if sampler.chunk_rows is not None:
@@ -88,7 +90,7 @@ def _make_callbacks(segment: FitSegment, resume: bool) -> Callbacks:
     training = orders.samples_to_check(fit.train, sampler)
     check_sets(replica.model, replica.loss, training=training, test=test)
     run_loggers.check(fit.loggers, segment.run, is_new=not resume)
-    check_metrics(replica.loss, fit.callbacks, fit.checkpoints.keep_best, test is not None)
+    check_metrics(segment.evaluation, fit.callbacks, fit.checkpoints.keep_best, test is not None)
     if fit.micro_batches > 1 and replica.normalizes_batch:
         raise UsageError(
             f"micro_batches is {fit.micro_batches}, but the model normalizes over the batch: "

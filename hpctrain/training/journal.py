@@ -54,7 +54,7 @@ class Journal:
         self._last_row: dict[str, Any] = {}  # the latest row
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
         self._loss = engine.replica.loss
-        self._test_metrics = losses.evaluate(self._loss, {}, "test_")
+        self._test_metrics = segment.evaluation.as_entries(None)
         self._suspicious: Sequence[str] = ()  # sentences about the results
         self.open_row = OpenRow()  #: not due yet
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
@@ -107,7 +107,7 @@ class Journal:
             self._bar.show(step, self._epoch(step), loss, self._trained_samples(step) / wall_s)
 
     def row(
-        self, step: int, tested: Sums | None, interrupted: bool = False
+        self, step: int, tested: dict[str, Any] | None, interrupted: bool = False
     ) -> dict[str, Any] | None:
         """Close an interval: write its row and, if no bar is drawn, log it; collective.
 
@@ -121,7 +121,7 @@ class Journal:
         wall_s = float(rank_facts["wall_s"][self._world.rank])
         samples = self._trained_samples(step) - max(self._trained_samples(since_step), 0)
         rate = self.segment.fit.rate
-        self._test_metrics = losses.evaluate(self._loss, tested or {}, "test_")
+        self._test_metrics = self.segment.evaluation.as_entries(tested)
         self._last_row = {
             "step": step,
             "steps": step - since_step,

@@ -14,9 +14,18 @@ import numpy as np
 from hpctrain import checkpoint, nn
 from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
-from hpctrain.data import Samples, Split, resize_training_set, unwrap, with_reading
+from hpctrain.data import (
+    Samples,
+    Split,
+    in_pieces,
+    known_targets,
+    resize_training_set,
+    unwrap,
+    with_reading,
+)
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
 from hpctrain.engines.engine import sum_over
+from hpctrain.nn.losses import balanced_class_weights, count_classes
 from hpctrain.training.recipe import Recipe
 from hpctrain.world import World
 
@@ -88,6 +97,36 @@ def choose_scale(
     if world.rank == 0 and (spec.data.PATHS or "scale" in spec.tables["data"]):
         _announce_scale(recorded, train, model)
     return recorded.must_fit(train.sample_shape, "[data] scale")
+
+
+def choose_class_weights(
+    spec: Recipe, split: Split, outputs: int | None, world: World
+) -> tuple[float, ...] | None:
+    """Return the weights of `[loss] class_weights`, None without; "balanced" ones are announced.
+
+    These are counted over the whole training set, of which each rank counts a part; collective.
+    """
+    if spec.loss is None or spec.loss.class_weights is None:
+        return None
+    if spec.loss.class_weights != "balanced":
+        return tuple(map(float, spec.loss.class_weights))
+    train = unwrap(split.train)
+
+    def count() -> np.ndarray:
+        if outputs is None:
+            raise UsageError("[loss] class_weights: 'balanced' needs the number of classes")
+        targets, n = known_targets(train), len(train)
+        rank, size = world.link.rank, world.link.size
+        first, end = n * rank // size, n * (rank + 1) // size
+        own = [targets[first:end]] if len(targets) == n else (
+            y for _, y in in_pieces(train, np.arange(first, end)))  # fmt: skip
+        return sum((count_classes(y, outputs) for y in own), np.zeros(outputs, np.int64))
+
+    counts = sum_over(world.main, world.on_all_ranks(count))
+    weights = balanced_class_weights(counts)
+    if world.rank == 0:
+        log.info("[loss] class_weights: %s", ", ".join(f"{weight:.4g}" for weight in weights))
+    return weights
 
 
 def _scale_rule(spec: Recipe, model: Any) -> Rule:

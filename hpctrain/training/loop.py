@@ -9,22 +9,16 @@ counts by itself: there it is 1 over the worker's own targets.
 from __future__ import annotations
 
 import logging
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hpctrain import checkpoint, nn
+from hpctrain import checkpoint
 from hpctrain.core.errors import StoppedError, UnsavedError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
-from hpctrain.data import Samples, in_pieces, share
-from hpctrain.engines import Engine, replay
+from hpctrain.engines import replay
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.gradients.blocks import add_in_order
-from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.training import orders
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
@@ -36,30 +30,6 @@ from hpctrain.training.suspicions import find_suspicions
 from hpctrain.training.tasks import Tasks
 
 log = logging.getLogger(__name__)
-
-
-def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
-    """Return the sums of the loss and the metrics over `samples`; each worker does its share.
-
-    They are added block by block: the number of workers only decides the owner of each block.
-    """
-    engine.settle()
-    loss = engine.replica.loss
-    block_sums = np.zeros((blocks, 2 * len(loss.terms)))
-    if engine.worker is not None:
-        _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
-        for block in own_blocks:
-            _, indexes = share(np.arange(len(samples)), block, blocks)
-            block_sums[block] = nn.losses.pack(
-                sums_over(engine.replica, samples, indexes), loss.terms
-            )
-    return add_in_order(engine.sum(block_sums.ravel()).reshape(block_sums.shape), loss)
-
-
-def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
-    """Return the sums over the samples at `indexes`, read a few at a time."""
-    batches = (Batch.of(*rows) for rows in in_pieces(samples, indexes))
-    return reduce(nn.add, map(replica.evaluate, batches), {})
 
 
 class Loop:
@@ -209,11 +179,11 @@ class Loop:
         self._row = {}
         if is_regular or is_stopped:
             # No evaluation for a stop: the time until the job is killed may be short.
-            test_sums = None
+            test_metrics = None
             if is_evaluated and self._segment.test is not None:
                 with self._world.trace.span("evaluate", "other"):
-                    test_sums = evaluate(self._engine, self._segment.test, self._segment.blocks)
-            self._row = self._journal.row(self.step, test_sums, interrupted=not is_regular) or {}
+                    test_metrics = self._segment.evaluation.evaluate(self._segment.test)
+            self._row = self._journal.row(self.step, test_metrics, interrupted=not is_regular) or {}
             self._first_row = self._first_row or self._row
             self._stop_reason = self._callbacks.call(self._row) if self._row else ""
 

@@ -58,7 +58,7 @@ class Recipe:
 
     run: RunOptions
     model: Any
-    loss: nn.Loss | None  #: None: the model's own loss
+    loss: LossOptions | None  #: None: the model's own loss
     data: Any
     batch: BatchOptions
     optimizer: Any
@@ -188,7 +188,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     recipe = Recipe(
         run=run,
         model=nn.read(copies["model"], code.folder),
-        loss=nn.LOSSES[config.read(LossOptions, copies["loss"], "loss").kind] if has_loss else None,
+        loss=config.read(LossOptions, copies["loss"], "loss") if has_loss else None,
         data=data.read(copies["data"], code.folder),
         batch=_batch_options(batch_table),
         optimizer=config.read_kind(optim.OPTIMIZERS, copies["optimizer"], "optimizer", keys),

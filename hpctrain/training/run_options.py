@@ -13,7 +13,8 @@ from hpctrain.core.config import usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Criterion, Direction, make_criterion
 from hpctrain.gradients.precision import Precision
-from hpctrain.nn.losses import LOSSES
+from hpctrain.nn.losses import LOSSES, as_class_weights
+from hpctrain.nn.metrics import check_metrics
 
 Positive = Annotated[int, Field(ge=1)]
 NotFinite = Literal["stop", "skip"]
@@ -80,8 +81,14 @@ class RunOptions(FitOptions):
     epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
     #: "module:function", or the keys of CallbackOptions
     callbacks: list[str | dict[str, Any]] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)  #: of the test set; see `ht.metrics`
     device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Precision = "float32"
+
+    def check(self) -> None:
+        """Raise UsageError if options exclude each other, or for an unknown metric."""
+        super().check()
+        check_metrics(self.metrics, "[run] metrics")
 
     @property
     def start_timeout_s(self) -> float:
@@ -150,12 +157,23 @@ class Sizes(NamedTuple):
 
 @config.options
 class LossOptions:
-    """`[loss]`: `kind` is the name of a loss; without the table the model's own loss is used."""
+    """`[loss]`: `kind` is the name of a loss; without the table the model's own loss is used.
+
+    `class_weights`: of cross_entropy, a weight for each class, or "balanced".
+    """
 
     kind: str
+    class_weights: list[float | int] | Literal["balanced"] | None = None
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an unknown loss, and for weights that do not fit it."""
         config.pick(LOSSES, self.kind, "[loss] kind")
+        if self.class_weights is not None and self.kind != "cross_entropy":
+            raise UsageError(
+                f"[loss] class_weights: expected kind = 'cross_entropy', seen '{self.kind}'"
+            )
+        if isinstance(self.class_weights, list):
+            as_class_weights(self.class_weights, "[loss] class_weights")
 
 
 @config.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,7 @@ def train(
             replay=replay,
             checkpoints=spec.checkpoint,
             trace=spec.trace,
-            origin=RunOrigin(spec, count_outputs(spec, job.split), job.scale),
+            origin=RunOrigin(spec, job.outputs, job.scale, job.class_weights),
             elastic=spec.elastic,
         )
 
@@ -66,6 +66,8 @@ class Job:
     spec: Recipe
     split: Split
     scale: Scale  #: of the samples of `split`
+    outputs: int | None  #: of the model, see `count_outputs`
+    class_weights: tuple[float, ...] | None
     trainer: Trainer
     batch: int  #: samples per step of all ranks
     steps_per_epoch: int
@@ -109,16 +111,19 @@ def prepare(
     world.must_agree(
         loading.fingerprint(split.train), "training data (by the hash of a few samples)"
     )
-    model = world.on_all_ranks(lambda: build_model(spec, split))
+    outputs = world.on_all_ranks(lambda: count_outputs(spec, split))
+    class_weights = loading.choose_class_weights(spec, split, outputs, world)
+    shape = split.train.sample_shape
+    model = world.on_all_ranks(lambda: _build_seeded_model(spec, shape, outputs, class_weights))
     scale = loading.choose_scale(spec, split, model, world, recorded)
     split = scale_split(split, scale)
     steps_per_epoch = Sampler.of(split.train, sizes.batch, spec.run.seed).steps_per_epoch
     total_steps = spec.run.steps or (spec.run.epochs or 0) * steps_per_epoch
     # The schedule counts updates, not the regime's steps.
-    lengths = (round(steps * sizes.updates_per_step) for steps in (steps_per_epoch, total_steps))
+    periods = (round(steps * sizes.updates_per_step) for steps in (steps_per_epoch, total_steps))
     trainer = Trainer(
         model,
-        spec.optimizer.build(spec.schedule.build(sizes.rate, *lengths)),
+        spec.optimizer.build(spec.schedule.build(sizes.rate, *periods)),
         spec.engine,
         spec.run.seed,
         spec.run.precision,
@@ -128,8 +133,10 @@ def prepare(
         init=spec.init if init else None,
         mesh=spec.mesh,
         pipeline=spec.pipeline,
+        metrics=spec.run.metrics,
     )
-    yield Job(spec, split, scale, trainer, sizes.batch, steps_per_epoch, total_steps)
+    lengths = sizes.batch, steps_per_epoch, total_steps
+    yield Job(spec, split, scale, outputs, class_weights, trainer, *lengths)
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
 
 
@@ -144,16 +151,21 @@ def _make_callbacks(spec: Recipe) -> list[Any]:
 
 def build_model(spec: Recipe, split: Split) -> Any:
     """Return the model of a recipe for the samples of `split`."""
-    return _build_seeded_model(spec, split.train.sample_shape, count_outputs(spec, split))
+    weights = spec.loss and spec.loss.class_weights
+    given = weights if isinstance(weights, list) else None  # others are counted by all ranks
+    return _build_seeded_model(spec, split.train.sample_shape, count_outputs(spec, split), given)
 
 
-def _build_seeded_model(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
+def _build_seeded_model(
+    spec: Recipe, input_shape: Any, outputs: int | None, class_weights: Any = None
+) -> Any:
     if isinstance(spec.model, FunctionModel):
         spec.model.find()  # its imports first: they may draw random numbers
     with frameworks.seeded_generators(spec.run.seed):
         model = spec.model.build(input_shape, outputs)
     if spec.loss is not None:
-        model.loss = spec.loss
+        weighted = nn.CrossEntropy(class_weights)
+        model.loss = nn.LOSSES[spec.loss.kind] if class_weights is None else weighted
     return model
 
 
@@ -170,7 +182,7 @@ def count_outputs(spec: Recipe, split: Split) -> int | None:
     if isinstance(targets, dict | tuple):
         return None
     usual_loss = nn.mean_squared_error if targets.dtype.kind == "f" else nn.cross_entropy
-    loss = spec.loss or usual_loss
+    loss = usual_loss if spec.loss is None else nn.LOSSES[spec.loss.kind]
     outputs = loss.count_outputs(targets)
     if loss is nn.cross_entropy:
         if not has_known_targets(split.train):
@@ -229,11 +241,12 @@ def with_weights(spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False) 
     if model_facts is None:  # an older checkpoint: the data have the shape and the classes
         model = build_model(spec, loading.load_raw(spec))
     else:
-        model = _build_seeded_model(
-            spec, trees.shape_from_json(model_facts["input_shape"]), model_facts["outputs"]
-        )
+        shape = trees.shape_from_json(model_facts["input_shape"])
+        weights = loaded.about.get("class_weights")
+        model = _build_seeded_model(spec, shape, model_facts["outputs"], weights)
     replica = make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu)
-    return _fill_replica(replica, loaded, loading.recorded_scale(loaded.about, spec))
+    scale = loading.recorded_scale(loaded.about, spec)
+    return _fill_replica(replica, loaded, scale, spec.run.metrics)
 
 
 def _on_gpu(device: Device) -> bool:
@@ -248,13 +261,15 @@ def _on_gpu(device: Device) -> bool:
     return device != "cpu"
 
 
-def _fill_replica(replica: Any, loaded: checkpoint.Loaded, scale: Scale) -> TrainedModel:
+def _fill_replica(
+    replica: Any, loaded: checkpoint.Loaded, scale: Scale, metrics: Sequence[str] = ()
+) -> TrainedModel:
     if scale.shift is not None:
         scale.must_fit(replica.model.input_shape, str(loaded.path))
     weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
     if hasattr(replica, "read_arena"):  # a module may have tensors outside of the arena
         replica.read_arena()
-    return TrainedModel(replica, scale)
+    return TrainedModel(replica, scale, metrics)
 
 
 def evaluate(

@@ -23,6 +23,7 @@ from hpctrain.data import Sampler, Samples, order_of
 from hpctrain.engines import Engine
 from hpctrain.gradients.precision import Precision, choose_precision
 from hpctrain.gradients.replica import Replica, TrainableModel
+from hpctrain.nn.metrics import Metric, check_metrics
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import skip_absent
 from hpctrain.parallel.mesh import Mesh
@@ -30,11 +31,11 @@ from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
+from hpctrain.training.evaluation import Evaluation, bind_metrics
 from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica
 from hpctrain.training.fit import Fit, FitSegment, RunOrigin
 from hpctrain.training.fit_call import run_segment
 from hpctrain.training.loggers import run_loggers
-from hpctrain.training.loop import evaluate
 from hpctrain.training.run_options import (
     CheckpointOptions,
     ElasticOptions,
@@ -65,6 +66,8 @@ class Trainer:
         init: str | Path | None = None,
         mesh: MeshOptions = MeshOptions(),  # noqa: B008  (frozen)
         pipeline: PipelineOptions = PipelineOptions(),  # noqa: B008  (frozen)
+        *,
+        metrics: Sequence[str | Metric] = (),
     ):
         """Lay the model out and build the engine; collective.
 
@@ -76,9 +79,9 @@ class Trainer:
         `ht.callbacks`, and loggers, see `ht.loggers`. `faults`: planted delays of ranks, see
         `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
         with the initial weights. `mesh`, `pipeline`: see `hpctrain.parallel.options`; with
-        MeshOptions(pipe=2) two ranks hold a replica together. Raises UsageError on all ranks if
-        engine, mesh, faults or `init` do not fit, or if ranks have different models, and
-        GpuMemoryError, on the rank itself, if its GPU has too little memory.
+        MeshOptions(pipe=2) two ranks hold a replica together. `metrics`: see `ht.metrics`. Raises
+        UsageError on all ranks if engine, mesh, faults or `init` do not fit, or if ranks have other
+        models, and GpuMemoryError, on the rank itself, if its GPU has too little memory.
         """
         world = world or hpctrain.world.init()
         self.world = cast(World, world.membership or world)  # it has the ranks that are left
@@ -86,6 +89,7 @@ class Trainer:
         chosen_precision = self.world.on_all_ranks(lambda: choose_precision(model, precision))
         if getattr(model, "marks_absent", False):
             optimizer = skip_absent(optimizer)
+        self._metrics = self.world.on_all_ranks(lambda: check_metrics(metrics))
         self.seed, self.rate = seed, optimizer.rate
         self.callbacks, self.loggers = run_loggers.split(callbacks)
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
@@ -113,8 +117,7 @@ class Trainer:
         build = partial(engine.build, data, replica, self._optimizer)
         self.engine: Engine = self.world.on_all_ranks(build)
         if self.mesh.pipeline is not None:
-            stage_wait = split_model.StageWait(self.engine.times, self.world.trace)
-            self.mesh.pipeline.wait = stage_wait
+            self.mesh.pipeline.wait = split_model.StageWait(self.engine.times, self.world.trace)
         self.blocks = engines.blocks_of(engine, self.engine.workers)
         self._built_on = self.mesh.everyone
 
@@ -191,6 +194,7 @@ class Trainer:
             rate=self.rate,
             callbacks=self.callbacks,
             loggers=self.loggers,
+            metrics=self._metrics,
         )
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as stack:
@@ -240,6 +244,7 @@ class Trainer:
             replica=self.replica,
             engine=self.engine,
             blocks=self.blocks,
+            evaluation=self._evaluation(test),
             run=None if run is None else Path(run),
         )
 
@@ -263,17 +268,19 @@ class Trainer:
     def __repr__(self) -> str:
         return f"Trainer({self.replica.model!r}, {self.engine_options!r}, {self.world!r})"
 
-    def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
-        """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}; collective.
-
-        Each rank computes its share; all ranks get the same means over the whole set.
-        """
+    def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, Any]:
+        """Return the metrics over all samples, as {"loss": 0.31, "accuracy": 0.93}; collective."""
         samples = orders.select(self.world, as_samples(samples, "evaluate"), self.seed)
         model, loss = self.replica.model, self.replica.loss
         self.world.on_all_ranks(lambda: check_sets(model, loss, evaluated=samples))
         with centered_loss(model, samples):
-            sums = evaluate(self.engine, samples, self.blocks)
-        return nn.losses.evaluate(self.replica.loss, sums)
+            return self._evaluation(samples).evaluate(samples)
+
+    def _evaluation(self, samples: Samples | None) -> Evaluation:
+        """Return the evaluation of `samples`, None for no set, with the metrics; collective."""
+        bind = partial(bind_metrics, self._metrics, self.replica.model, samples)
+        bound = self.world.on_all_ranks(bind)
+        return Evaluation(self.engine, bound, self.blocks, logs=self.world.rank == 0)
 
     def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), such as logits (n, classes).

@@ -92,7 +92,7 @@ class Slots:
             on_ready(slot.name)
         return {"loss": nn.Total(1.0, 1)}
 
-    def evaluate(self, batch):
+    def evaluate(self, batch, observe=None):
         return {}
 
     def move(self, **planes):

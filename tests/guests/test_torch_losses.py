@@ -86,6 +86,14 @@ def test_rows_of_a_loss_differ():
     assert [name for name, states in ends.items() if len(set(states)) < len(states)] == []
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_class_weights_of_ours_are_those_of_pytorch(ranks):
+    trained, summary = by_hpctrain(ranks, ht.nn.CrossEntropy(W.tolist()), LABELS, make_module)
+    assert difference(trained, plain(CE(weight=W), LABELS, make_module)) <= LIMIT
+    _, other = by_hpctrain(1, CE(weight=W), LABELS, make_module)
+    assert summary["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
+
+
 WEIGHTED = {"weight": (CE(weight=W), LABELS), "masked": (CE(), MASKED)}
 
 

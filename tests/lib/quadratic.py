@@ -37,7 +37,7 @@ class Quadratic:
         self.arena.buffer[:] = key.step
         return {"loss": nn.Total(float(np.square(self.arena.grad).sum() / 2), 1)}
 
-    def evaluate(self, batch):
+    def evaluate(self, batch, observe=None):
         return {}
 
 

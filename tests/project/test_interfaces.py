@@ -39,7 +39,7 @@ POSITIONAL: dict[str, int] = {
 }
 #: parameters, of functions with more
 PARAMETERS: dict[str, int] = {
-    "training/trainer.py Trainer.__init__": 11,
+    "training/trainer.py Trainer.__init__": 12,
     "training/trainer.py Trainer.fit": 14,
 }
 #: questions for a class of the package, an attribute or a default, by file

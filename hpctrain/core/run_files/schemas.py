@@ -30,6 +30,7 @@ class Metrics(pydantic.BaseModel):
     test_accuracy: Number = None
     test_rmse: Number = None
     test_r2: Number = None
+    test_confusion: list[list[Count]] | None = None
     samples_per_s: Number = None
     wall_s: Number = None
     compute_s: Number = None
@@ -128,7 +129,7 @@ def _validate(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[st
     except pydantic.ValidationError as error:
         raise ValueError(first_fault(error)) from None
     for key, value in entry.items():
-        if key.startswith(METRICS) and not _is_number(value):
+        if key.startswith(METRICS) and key != "test_confusion" and not _is_number(value):
             raise ValueError(f"'{brief(key)[1:-1]}': expected a number, seen {brief(value)}")
     return entry
 

@@ -80,11 +80,14 @@ def cuda_source(dtype: str) -> str:
     return written(BLOCK_SUM + SOURCE, dtype)
 
 
-def fused_cross_entropy(z: Array, labels: Array, scale: float | None) -> tuple[Array, Array | None]:
+def fused_cross_entropy(
+    z: Array, labels: Array, scale: float | None, weights: np.ndarray | None = None
+) -> tuple[Array, Array | None]:
     """Return (sums, dz) without waiting for the device; dz is None without `scale`.
 
     The sums are [loss, correct predictions, invalid labels], float64. `z` is (rows, c), contiguous;
-    `labels` is (rows,) of any integer dtype.
+    `labels` is (rows,) of any integer dtype. With `weights` (c,) of classes, float64, the loss and
+    the gradient of each row have the weight of its label, and a fourth sum is that of the weights.
     """
     xp = namespace(z)
     z, row_sums = xp.ascontiguousarray(z), xp.empty((3, len(z)), np.float64)
@@ -92,4 +95,10 @@ def fused_cross_entropy(z: Array, labels: Array, scale: float | None) -> tuple[A
     scalars = np.float64(scale or 0), np.int32(dz is not None)
     args = (row_sums, z if dz is None else dz, z, labels.astype(np.int64), *scalars)
     launch_rows(z, cuda_source(z.dtype.name), "entropies", args)
+    if weights is not None:
+        own_weights = xp.asarray(weights)[labels.astype(np.int64).clip(0, z.shape[1] - 1)]
+        row_sums = xp.concatenate([row_sums, own_weights[None]])
+        row_sums[0] *= own_weights
+        if dz is not None:
+            dz *= own_weights.astype(dz.dtype)[:, None]
     return row_sums.sum(axis=1), dz

@@ -11,7 +11,13 @@ from typing import Any
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.losses.binary_cross_entropy import binary_cross_entropy
-from hpctrain.nn.losses.cross_entropy import cross_entropy
+from hpctrain.nn.losses.cross_entropy import (
+    CrossEntropy,
+    as_class_weights,
+    balanced_class_weights,
+    count_classes,
+    cross_entropy,
+)
 from hpctrain.nn.losses.loss import Loss, evaluate
 from hpctrain.nn.losses.mean_squared_error import mean_squared_error
 from hpctrain.nn.losses.sums import (
@@ -27,13 +33,17 @@ from hpctrain.nn.losses.sums import (
 
 __all__ = [
     "LOSSES",
+    "CrossEntropy",
     "Loss",
     "PendingSums",
     "Sums",
     "Total",
     "add",
+    "as_class_weights",
     "as_loss",
+    "balanced_class_weights",
     "binary_cross_entropy",
+    "count_classes",
     "cross_entropy",
     "evaluate",
     "mean_squared_error",

@@ -24,6 +24,7 @@ class BinaryCrossEntropy:
     """
 
     terms = ("loss", "accuracy")
+    task = "labels"
     metrics: ClassVar[Mapping[str, Metric]] = {"loss": mean("loss"), "accuracy": mean("accuracy")}
 
     def __call__(

@@ -48,6 +48,7 @@ class MeanSquaredError:
     offset: float = 0.0  #: of the targets in sums; see `centered`
 
     terms = ("loss", "target", "target_squared")
+    task = "numbers"
     metrics: ClassVar[Mapping[str, Metric]] = {"loss": mean("loss"), "rmse": _rmse, "r2": _r2}
 
     def __call__(

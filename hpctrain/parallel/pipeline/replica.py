@@ -28,7 +28,8 @@ from hpctrain.core import xp
 from hpctrain.core.trees import map_arrays, sample_count
 from hpctrain.core.xp import Array
 from hpctrain.gradients import arena as arenas
-from hpctrain.gradients.replica import Batch, Bytes, Memory, split_batch
+from hpctrain.gradients.replica import Batch, Bytes, Memory, mean_factor, split_batch
+from hpctrain.nn.metrics.metric import Observer
 from hpctrain.nn.part import GradientSums
 from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.pipeline.execution import (
@@ -76,11 +77,9 @@ class PipelineReplica:
         norms.
         """
         self.model, self.loss, self.plan = model, model.loss, plan
-        #: encloses each wait for another stage in training
-        self.wait: AbstractContextManager[Any] = nullcontext()
-        self.sample_bytes: dict[
-            int, float
-        ] = {}  #: of a tape of each stage, per sample, as measured
+        self.wait: AbstractContextManager[Any] = nullcontext()  #: encloses waits for stages
+        #: of a tape of each stage, per sample, as measured
+        self.sample_bytes: dict[int, float] = {}
         self.samples = 1  #: of the largest micro-batch so far
         self.sent_bytes = 0  #: in messages between stages, in the step with most
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
@@ -90,8 +89,8 @@ class PipelineReplica:
         self.arena = self._make_arena(dtype, on_gpu, grid.norms)
         self._tied_weights = TiedWeights(grid.stages, plan, model, self.arena.param)
         self._bind_views()
-        names = [slot.name for slot in self.arena.slots]
-        for name, values in nn.initial_values(model.parameters, seed, names).items():
+        own_names = [slot.name for slot in self.arena.slots]
+        for name, values in nn.initial_values(model.parameters, seed, own_names).items():
             xp.copy(self._params[name], values)
         self.schedule: PipelineSchedule | None = None  #: of a step
 
@@ -112,6 +111,7 @@ class PipelineReplica:
     ) -> nn.Sums:
         """Write the gradient of this rank's stages into the arena; see Replica."""
         assert self.schedule is not None  # `micro_batches` is set
+        scale *= mean_factor(self.loss, batch, key)
         pieces = [
             MicroBatch(piece, key._replace(first=key.first + first))
             for piece, first in split_batch(batch, self.schedule.micro_batches)
@@ -120,21 +120,12 @@ class PipelineReplica:
             stage: GradientSums(part, self._grads, len(pieces), on_ready)
             for stage, part in self._parts.items()
         }
-        memory = self.arena.param
-        step = TrainingStep(
-            self.model,
-            self._parts,
-            self._params,
-            gradient_sums,
-            pieces,
-            scale,
-            memory,
-            self.sample_bytes,
-        )
+        parts = self.model, self._parts, self._params, gradient_sums
+        step = TrainingStep(*parts, pieces, scale, self.arena.param, self.sample_bytes)
         samples = [piece.batch.n for piece in pieces]
         self.samples = max(self.samples, *samples)
-        sent_bytes = self._run_schedule(self.schedule, step.operations, samples, self.wait)
-        self.sent_bytes = max(self.sent_bytes, sent_bytes)
+        sent = self._run_schedule(self.schedule, step.operations, samples, self.wait)
+        self.sent_bytes = max(self.sent_bytes, sent)
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
         with self.wait:
             self._tied_weights.reduce(gradient_sums, self._params)
@@ -165,21 +156,31 @@ class PipelineReplica:
             "messages": Bytes(self.sent_bytes, sum(planned_messages)),
         }
 
-    def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums over `batch`, computed in the same pieces as on one rank; see Replica."""
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
+        """Return the sums over `batch`, computed in the same pieces as on one rank; see Replica.
+
+        `observe` is called on all ranks of the pipe.
+        """
         pieces = self.model.evaluation_pieces(batch.n)
         losses: list[nn.Sums | nn.losses.PendingSums] = []
+        outputs = self._empty_outputs(0 if observe is None else batch.n)
 
         def add_loss(y: Array, piece: slice) -> None:
             losses.append(self.model.loss_sums(y, _take_rows(batch.targets, piece)))
+            if observe is not None:
+                outputs[piece] = xp.to_host(xp.widened(y))
 
         self._forward(batch.inputs, pieces, add_loss)
-        return self._share_sums(losses)
+        sums = self._share_sums(losses)
+        if observe is not None and batch.n:
+            broadcast(self._pipe.main, outputs.reshape(-1), self.plan.last_rank)
+            observe(outputs, batch.targets)
+        return sums
 
     def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), the same on all its ranks."""
         n = sample_count(x)
-        outputs = np.zeros((n, *self.model.output_shape), self.arena.param.dtype)
+        outputs = self._empty_outputs(n)
 
         def copy(y: Array, piece: slice) -> None:
             outputs[piece] = xp.to_host(y)
@@ -187,6 +188,9 @@ class PipelineReplica:
         self._forward(x, self.model.evaluation_pieces(n), copy)
         broadcast(self._pipe.main, outputs.reshape(-1), self.plan.last_rank)
         return outputs
+
+    def _empty_outputs(self, n: int) -> np.ndarray:
+        return np.zeros((n, *self.model.output_shape), self.arena.param.dtype)
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""

@@ -80,7 +80,11 @@ def _collect(run: RunRecord) -> dict[str, Any]:
     latest_values["lost_ranks"] = sum(len(loss.ranks) for loss in run.losses()) or None
     if not latest_values["lost_ranks"]:
         latest_values |= dict.fromkeys(("lost_s", "ettr", "spares_used"))
-    metrics = [key for key in latest_values if key.startswith(("train_", "test_"))]
+    metrics = [
+        key
+        for key, value in latest_values.items()
+        if key.startswith(("train_", "test_")) and not isinstance(value, list)
+    ]
     keys = [key for key in (*FACTS, *metrics) if key != "since_step" or latest_values.get(key)]
     return {key: latest_values[key] for key in keys if latest_values.get(key) is not None}
 

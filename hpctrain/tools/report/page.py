@@ -23,6 +23,9 @@ PAGE = "report.html"
 #: The headlines of the page: {key of the summary: (name, format)}.
 HEADLINES = {
     "test_accuracy": ("test accuracy", "{:.4f}"),
+    "test_auc": ("test AUC", "{:.4f}"),
+    "test_f1": ("test F1", "{:.4f}"),
+    "test_f1_macro": ("test F1, macro", "{:.4f}"),
     "test_rmse": ("test RMSE", "{:.4g}"),
     "test_r2": ("test R²", "{:.4f}"),
     "test_loss": ("test loss", "{:.4g}"),
@@ -93,7 +96,8 @@ def _draw_plots(record: RunRecord) -> dict[str, bytes]:
 def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
     summary = dict(record.summary)
-    summary.pop("rank_hosts", None)  # drawn in ranks.png
+    for drawn in ("rank_hosts", "test_confusion"):  # in ranks.png, and as a heat map
+        summary.pop(drawn, None)
     versions = summary.pop("versions", None) or {}
     return render(
         __package__,

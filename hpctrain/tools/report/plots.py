@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hpctrain.core.palette import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, plain
 from hpctrain.tools.report.many_ranks import describe_marks, mark_losses, plot_many_ranks
+from hpctrain.tools.report.metrics import plot_confusion, plot_metrics
 from hpctrain.tools.report.pipeline import plot_schedule, rank_label
 from hpctrain.tools.report.record import TIMES, RunRecord
 from hpctrain.tools.show.plots import SECONDS_FORMAT, explain, image
@@ -33,7 +34,9 @@ UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 def plots(record: RunRecord) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
-    figures = {"loss.png": _plot_losses, "rate.png": _plot_rate, "time.png": _plot_step_times,
+    figures = {"loss.png": _plot_losses, "metrics.png": plot_metrics,
+               "confusion.png": plot_confusion,
+               "rate.png": _plot_rate, "time.png": _plot_step_times,
                "ranks.png": _plot_rank_times, "schedule.png": plot_schedule,
                "staleness.png": _plot_staleness}  # fmt: skip
     images = {name: draw(record) for name, draw in figures.items() if record.rows}

@@ -14,6 +14,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -158,6 +159,28 @@ def _copy(module: nn.Module) -> Any:
     copied: Any = object.__new__(type(module))
     vars(copied).update(vars(module))
     return copied
+
+
+def is_elementwise(loss: Any) -> bool:
+    """Return whether `loss` compares real numbers."""
+    return isinstance(loss, ELEMENTWISE)
+
+
+def as_logits(loss: Any, outputs: np.ndarray, y: Any) -> tuple[np.ndarray, Any]:
+    """Return outputs (n, ...) and labels in the form of our losses.
+
+    PyTorch has classes in axis 1, the probabilities of BCELoss are logits of sigmoid, and labels of
+    `ignore_index` become -1.
+    """
+    if isinstance(loss, nn.BCELoss):
+        outputs = torch.from_numpy(outputs).double().logit().numpy()
+    if not isinstance(y, np.ndarray) or y.dtype.kind not in "iu":
+        return outputs, y
+    if outputs.ndim > 2 and y.shape == outputs.shape[:1] + outputs.shape[2:]:
+        outputs = np.moveaxis(outputs, 1, -1)
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return outputs, y
+    return outputs, np.where(y == loss.ignore_index, -1, y.astype(np.int64))
 
 
 def sums_by_class(loss: Any) -> bool:

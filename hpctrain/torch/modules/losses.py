@@ -26,7 +26,7 @@ from hpctrain.nn.layer import Key
 from hpctrain.nn.losses import Sums, Total, wait_for_sums
 from hpctrain.nn.losses.loss import Metric, mean
 from hpctrain.torch.modules import loss_modules
-from hpctrain.torch.modules.inputs import as_targets, as_tensor
+from hpctrain.torch.modules.inputs import as_host_array, as_targets, as_tensor
 from hpctrain.torch.modules.target_counts import ClassCounts, TargetCounts, UserCount
 from hpctrain.torch.tensors import as_array
 
@@ -79,6 +79,8 @@ class TorchLoss(GuestLoss):
         if loss_modules.sums_by_class(function):
             self._counts = ClassCounts(function)
         self._counted: tuple[Any, np.ndarray | None] = self, None  # the targets of a batch
+        #: of real numbers; else the targets tell
+        self.task = "numbers" if loss_modules.is_elementwise(function) else None
         self.terms = tuple(self._functions)
         self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
 
@@ -139,6 +141,10 @@ class TorchLoss(GuestLoss):
         divisor = self._counts.total(counts)
         return float(n / divisor) if divisor else 0.0
 
+    def as_logits(self, outputs: np.ndarray, y: Any) -> tuple[np.ndarray, Any]:
+        """Return outputs and labels for metrics: the axis of classes last, ignored labels as -1."""
+        return loss_modules.as_logits(self._functions["loss"], outputs, y)
+
     def __call__(self, outputs: Any, targets: Any, scale: float | None = None) -> Any:
         """Raise UsageError: this loss needs tensors."""
         raise UsageError("a loss on tensors needs a model that is a torch.nn.Module")
@@ -163,9 +169,15 @@ def as_loss(loss: Any) -> Any:
     return nn.as_loss(loss)
 
 
-def mean_factor(loss: Any, batch: Batch, key: Key) -> float:
-    """Return the factor of the scale of `batch`; see TorchLoss.mean_factor; collective."""
-    return loss.mean_factor(batch, key) if isinstance(loss, TorchLoss) else 1.0
+def metric_arrays(loss: Any, outputs: Any, y: Any) -> tuple[np.ndarray, Any]:
+    """Return outputs and targets as metrics get them; see Replica.evaluate."""
+    if not isinstance(outputs, torch.Tensor):
+        raise UsageError(
+            f"metrics: expected a tensor of outputs, seen {type(outputs).__name__}; they are of "
+            "modules that return one"
+        )
+    array = as_host_array(outputs)
+    return loss.as_logits(array, y) if isinstance(loss, TorchLoss) else (array, y)
 
 
 def _widened(x: Any, dtype: torch.dtype) -> Any:

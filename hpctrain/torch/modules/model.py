@@ -22,7 +22,13 @@ from hpctrain.torch.modules.acceptance import (
 )
 from hpctrain.torch.modules.inputs import call_module
 from hpctrain.torch.modules.layers import RankBatchNorm, replace_layers
-from hpctrain.torch.modules.losses import TorchLoss, as_loss, check_class_axis, compute_sums
+from hpctrain.torch.modules.losses import (
+    TorchLoss,
+    as_loss,
+    check_class_axis,
+    compute_sums,
+    metric_arrays,
+)
 
 CHECKED_SAMPLES = 2  #: computed before training; more than one, since some losses compare samples
 
@@ -125,6 +131,10 @@ class TorchModel(GuestModel):
     def call(self, x: Any) -> Any:
         """Return the module's outputs for samples `x`, arrays (n, ...)."""
         return call_module(self.module, x, self._parameter, self._has_embedding)
+
+    def _metric_arrays(self, x: Any, y: Any) -> tuple[np.ndarray, Any]:
+        """Return the outputs for samples `x`, and the targets, as metrics get them."""
+        return metric_arrays(self._loss, self.outputs(x), y)
 
     def make_replica(self, seed: int, precision: Precision, on_gpu: bool) -> Any:
         """Return the Replica of this model; see `hpctrain.torch.modules.replica`."""

@@ -31,10 +31,12 @@ from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
 from hpctrain.gradients.replica import (
     Batch,
     ignore_ready,
+    mean_factor,
     move_planes,
     need_all,
     split_batch,
 )
+from hpctrain.nn.metrics.metric import Observer
 from hpctrain.optim.absent import ABSENT
 from hpctrain.torch.modules.acceptance import describe_changes, must_be_dense
 from hpctrain.torch.modules.buffers import ModuleBuffers
@@ -42,7 +44,7 @@ from hpctrain.torch.modules.direct_gradients import DirectGradients
 from hpctrain.torch.modules.draws import SampleDraws, gradient_key, recompute
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
 from hpctrain.torch.modules.layers import restore_layers
-from hpctrain.torch.modules.losses import compute_sums, mean_factor
+from hpctrain.torch.modules.losses import compute_sums, metric_arrays
 from hpctrain.torch.modules.model import TorchModel
 from hpctrain.torch.modules.names import Names, is_compiled
 from hpctrain.torch.modules.needs import ParameterNeeds
@@ -168,7 +170,7 @@ class TorchReplica:
         return sums
 
     @between_cupy_work
-    def evaluate(self, batch: Batch) -> nn.Sums:
+    def evaluate(self, batch: Batch, observe: Observer | None = None) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
         self._buffers.load()
         sums: nn.Sums = {}
@@ -179,6 +181,8 @@ class TorchReplica:
             loss, like = self.loss, self._parameter
             own = compute_sums(loss, outputs, piece.targets, piece.n, scale=None, like=like)
             sums = nn.add(sums, own)
+            if observe is not None:
+                observe(*metric_arrays(loss, outputs, piece.targets))
         return sums
 
     @between_cupy_work

@@ -75,6 +75,10 @@ RUNS = {
                                  ["Ranks lost", "2, 0"]),
     "no losses": (ROWS, {**LOSSES, "recoveries": [], "lost_s": 0.0, "ettr": 1.0}, RECIPE, "",
                   PLOTS, ["done"]),
+    "metrics": ([row(10, test_auc=0.7, test_confusion=[[3, 1], [0, 2]], test_own=7.0),
+                 row(20, test_auc=None), row(30, test_auc=0.8, test_top_2=0.9)],
+                {**COMPLETED, "test_auc": 0.8, "test_confusion": [[3, 1], [0, 2]]}, RECIPE, "",
+                PLOTS | {"metrics.png", "confusion.png"}, ["test AUC", "0.8000"]),
     "nothing but a recipe": ([], None, RECIPE, "", set(), ["no summary", "no row of metrics"]),
 }  # fmt: skip
 
