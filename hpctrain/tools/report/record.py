@@ -141,8 +141,11 @@ class RunRecord:
             for row, end in zip(self.rows, row_ends, strict=True)
             if row.get("lost_ranks") and row.get("since_step") != part
         ]
-        row_starts = [end - (row.get("wall_s") or 0.0) for row, end in zip(self.rows, row_ends, strict=True)
-                      if row.get("since_step") == part]  # fmt: skip
+        row_starts = [
+            end - (row.get("wall_s") or 0.0)
+            for row, end in zip(self.rows, row_ends, strict=True)
+            if row.get("since_step") == part
+        ]
         start = row_starts[0] if row_starts else 0.0
         return losses + [
             Loss(
