@@ -31,13 +31,14 @@ def split(callbacks: Sequence[Any]) -> tuple[list[Any], list[Logger]]:
 def check(loggers: Sequence[Logger], run: Path | None, is_new: bool) -> None:
     """Raise UsageError for a logger without a folder, or with one in use.
 
-    `is_new`: the run begins at its first step, so that its files may not be there.
+    `is_new`: the run begins at its first step, so that its files may not be there. The run's own
+    folder is checked as a whole.
     """
     places = [logger.target(run, {}).folder / logger.kind for logger in loggers]
     for logger, place in zip(loggers, places, strict=True):
         if places.count(place) > 1:
             raise UsageError(f"{logger}: two loggers write to {place}; give each its folder")
-        if is_new and place.exists():
+        if is_new and logger.folder is not None and place.exists():
             raise UsageError(
                 f"{logger}: {place} holds another run; resume that run, or name a new folder"
             )
