@@ -21,7 +21,6 @@ from hpctrain.transport import abort
 from hpctrain.transport.gpu_probe.verdicts import OVERRIDE_VARIABLE
 from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
-from hpctrain.world.calls.bound_calls import forget_calls
 
 OLDEST_TORCH = (2, 13)
 #: With any value, an older PyTorch is used, with a warning.
@@ -143,7 +142,6 @@ def go_on_after_loss(
             break
         except LostRankError:
             continue
-    forget_calls()
     job = membership.job
     lost_ranks = [number for number in ranks_before if number not in job.numbers]
     if lost_ranks and world.rank == 0:

@@ -25,6 +25,7 @@ from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.select import add_choices
 from hpctrain.watch.trace import Trace
 from hpctrain.world.agreement import AgreeingRanks
+from hpctrain.world.calls.bound_calls import forget_calls
 from hpctrain.world.grid import Grid
 from hpctrain.world.job import Job
 from hpctrain.world.rank_threads import RankThreads
@@ -219,6 +220,8 @@ class Membership:
         self.world = World(job.group(job.peers), job.of_peers(job.places), membership=self, **facts)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "world":  # of a copy under way, which has no World yet
+            raise AttributeError(name)
         return getattr(self.world, name)
 
     def __repr__(self) -> str:
@@ -251,6 +254,7 @@ class Membership:
         its World. Raises LostRankError if another rank is lost meanwhile, then call again, and
         RecoveryError if too few are left.
         """
+        forget_calls()  # they use the earlier links
         self.job.link.endpoint.survivors.revoke()
         self.world.link.endpoint.survivors.dissolve()
         self.job = job = self.job.without_lost()
