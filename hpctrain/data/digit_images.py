@@ -16,6 +16,7 @@ import numpy as np
 from hpctrain.core import config
 from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Dataset, Split
+from hpctrain.data.npy import read_arrays
 
 CLASSES = 10
 
@@ -40,9 +41,9 @@ class MnistOptions(ArrayOptions):
 
 def _read_split(name: str, white: np.float32) -> Split:
     """Return the training and the test set of `name`, with `white` as 1."""
-    with resources.files(__package__).joinpath(f"{name}.npz").open("rb") as file:
-        arrays = np.load(file)
-        train, test = (
-            Dataset(arrays[f"x{part}"] / white, arrays[f"y{part}"]) for part in ("", "_test")
-        )
+    with resources.as_file(resources.files(__package__) / f"{name}.npz") as path:
+        arrays = read_arrays(path)
+    train, test = (
+        Dataset(arrays[f"x{part}"] / white, arrays[f"y{part}"]) for part in ("", "_test")
+    )
     return Split(train, test, CLASSES)

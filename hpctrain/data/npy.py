@@ -133,7 +133,7 @@ class NpzOptions(ArrayOptions):
 
     def load(self, seed: int, finite: bool = True) -> Split:
         """Return the arrays of the file as sets; raise UsageError for an invalid file."""
-        arrays = _read_arrays(expanded(self.path))
+        arrays = read_arrays(expanded(self.path))
         train = _dataset_from(arrays, "x", "y", self.path, finite)
         has_test = "x_test" in arrays
         test = _dataset_from(arrays, "x_test", "y_test", self.path, finite) if has_test else None
@@ -147,7 +147,8 @@ def _dataset_from(
     return make_dataset(arrays[x], arrays[y], source, finite)
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return `x`, `y` and, if they are there, `x_test`, `y_test`; raise UsageError."""
     with open_regular(path, NAMED) as file:
         try:
             if file.read(4) not in _MAGIC:  # zipfile accepts any bytes in front

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import fakes
 import numpy as np
@@ -86,7 +87,7 @@ def test_auto_takes_what_there_is(made, monkeypatch, world, cuda, location):
     monkeypatch.setattr(gpus, "driver_cuda_version", lambda: 13000 if cuda else None)
     if world is not None:
         local = run_on_gpus(1, lambda w: w)[0]
-        local.gpu = local.gpu if world == "gpu" else None
+        local = replace(local, gpu=local.gpu if world == "gpu" else None)
         monkeypatch.setattr("hpctrain.world.process._world", local)
     result = CliRunner().invoke(evaluate, [str(run)])
     assert json.loads(result.output)["device"] == location
