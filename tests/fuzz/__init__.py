@@ -25,6 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from limits import clock
+
 from hpctrain.core.errors import HpctrainError
 
 Generator = random.Random
@@ -120,10 +122,16 @@ def in_memory() -> Iterator[Path]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what is enclosed if it takes longer; in the main thread alone."""
+    """Raise TimeoutError in what is enclosed if it takes longer, at the pace of the machine.
+
+    In the main thread alone.
+    """
+    end = clock() + seconds
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"took longer than {seconds} s")
+        if (left := end - clock()) <= 0:
+            raise TimeoutError(f"took longer than {seconds} s")
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.1))
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -137,7 +137,7 @@ def test_an_infinite_sum_where_mpi_adds_is_silent_with_the_check_of_arguments_to
 ):
     def body(world):
         plan = TuningPlan(((0, "native"),), ((0, "native"),), ((0, "ring"),), (), True)
-        world.main = replace(world.main, choices=make_choices(plan))
+        world = replace(world, main=replace(world.main, choices=make_choices(plan)))
         settings, x = np.geterr(), np.empty(3, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
