@@ -24,16 +24,16 @@ class EngineBase(Engine):
     worker: int | None
 
     def __init__(self, world: World, replica: Replica, settings: str):
-        """Broadcast the parameters and buffers of rank 0; collective.
+        """Broadcast the parameters and buffers of rank `world.source`; collective.
 
         Raises an error on all ranks if `settings` or the layout of the model differ between them.
         """
         arena = replica.arena
         layout_text = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
         world.must_agree(layout_text, "model and options")
-        if not world.restores:  # models of users may start from other random numbers
+        if world.source is not None:  # models of users may start from other random numbers
             for plane in (arena.param, arena.buffer):
-                broadcast(world.main, plane)
+                broadcast(world.main, plane, world.source)
         self.replica, self.times = replica, Times()
         self.workers, self.worker = world.size, world.rank
         self._world, self._trace, self._group = world, world.trace, world.main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.precision import make_replica as make_whole_replica
 from hpctrain.parallel.mesh import Mesh, make_mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
+from hpctrain.training import weights
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import Trace
 from hpctrain.world import World
@@ -82,21 +84,29 @@ def make_replica(
     *,
     mesh: MeshOptions,
     pipeline: PipelineOptions,
+    init: str | Path | None,
 ) -> tuple[Mesh, Any]:
-    """Return the mesh of all ranks, and this rank's replica of `model` or its part; collective."""
+    """Return the mesh of all ranks, and this rank's replica of `model` or its part; collective.
+
+    It has the weights at `init`, if that is given.
+    """
     on_gpu = world.gpu is not None
     if mesh.pipe > 1:
         from hpctrain.parallel.pipeline.build import make_pipeline  # most runs have no pipeline
 
         rank_mesh = make_mesh(world, mesh)
         part = make_pipeline(model, seed, precision, on_gpu, rank_mesh, pipeline)
-        return replace(rank_mesh, pipeline=part), part
-    whole_replica = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
-    announce = getattr(whole_replica, "announcements", None)  # of models of other frameworks
-    is_first = world.rank == 0 and not world.is_spare
-    for text in announce(world.size) if announce is not None and is_first else ():
-        log.warning("%s", text)
-    return Mesh(everyone=world, data=world, pipe=world), whole_replica
+        ranks, replica = replace(rank_mesh, pipeline=part), part
+    else:
+        ranks = Mesh(everyone=world, data=world, pipe=world)
+        replica = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
+        announce = getattr(replica, "announcements", None)  # of models of other frameworks
+        is_first = world.rank == 0 and not world.is_spare
+        for text in announce(world.size) if announce is not None and is_first else ():
+            log.warning("%s", text)
+    if init is not None:
+        weights.warm_start(world, replica.arena, Path(init))
+    return ranks, replica
 
 
 class StageWait:

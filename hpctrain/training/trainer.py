@@ -16,7 +16,6 @@ from hpctrain import engines, nn
 from hpctrain.core import progress
 from hpctrain.core.errors import RecoveryError, TransportError, UsageError
 from hpctrain.core.names import counted
-from hpctrain.core.run_files.last_lines import last_lines
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, order_of
@@ -28,7 +27,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import skip_absent
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
-from hpctrain.training import orders, split_model, weights
+from hpctrain.training import orders, split_model
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.evaluation import Evaluation, bind_metrics
@@ -97,8 +96,9 @@ class Trainer:
             lambda: split_model.check(mesh, pipeline, engine, chosen_precision, faults, model=model)
         )
         self.engine_options, self._optimizer, self._faults = engine, optimizer, faults
+        make = split_model.make_replica
         self._make_replica = partial(
-            split_model.make_replica, model, seed, chosen_precision, mesh=mesh, pipeline=pipeline
+            make, model, seed, chosen_precision, mesh=mesh, pipeline=pipeline, init=init
         )
         self._unit = mesh.pipe
         self._built_on: World | None = None  #: the World of the engine
@@ -106,13 +106,11 @@ class Trainer:
         if not (present.is_spare and self._unit > 1):
             self.mesh, self.replica = self._make_replica(present)
         if not present.is_spare:
-            if init is not None:
-                weights.warm_start(self.world, self.replica.arena, Path(init))
             self._build_engine()
 
-    def _build_engine(self, restores: bool = False) -> None:
-        """Build the engine on the replica, to load a state into it or not; collective."""
-        engine, data = self.engine_options, replace(self.mesh.data, restores=restores)
+    def _build_engine(self, source: int | None = 0) -> None:
+        """Build the engine on the replica, with the parameters of rank `source`; collective."""
+        engine, data = self.engine_options, replace(self.mesh.data, source=source)
         replica = self.world.on_all_ranks(lambda: self._slowed_replica(self._faults))
         build = partial(engine.build, data, replica, self._optimizer)
         self.engine: Engine = self.world.on_all_ranks(build)
@@ -129,12 +127,15 @@ class Trainer:
         if self._built_on is not None:
             with suppress(TransportError):  # its threads end, whatever its links
                 self.engine.close()
+        has_weights = self._built_on is not None and self._unit == 1  # not on a spare that joins
+        marks = world.gather("has weights" * has_weights)
+        source = None if restores else marks.index(max(marks))
         try:
             if self._unit > 1:
                 self.mesh, self.replica = self._make_replica(world)
             else:
                 self.mesh = Mesh(world, world, world)
-            self._build_engine(restores)
+            self._build_engine(source)
         except UsageError as error:
             ranks = counted(world.size, "rank")
             raise RecoveryError(f"only {ranks} left: {error}; start the job again") from error
@@ -198,7 +199,7 @@ class Trainer:
         )
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as stack:
-            stop_request = StopRequest(partial(self._last_words, survival))
+            stop_request = StopRequest(survival.last_words)
             catch_signals = cache(partial(stack.enter_context, stop_request))
             if self.world.is_spare:
                 catch_signals()  # a signal to stop the job must not end it
@@ -247,12 +248,6 @@ class Trainer:
             evaluation=self._evaluation(test),
             run=None if run is None else Path(run),
         )
-
-    def _last_words(self, survival: Survival) -> str:
-        """Return the last message of a run interrupted at once; only rank 0 has one."""
-        if survival.run is None or self.world.rank > 0:
-            return ""
-        return "".join(f"{line}\n" for line in last_lines(Path(survival.run)))
 
     def close(self) -> None:
         """End the engine's threads and free its links; collective."""

@@ -46,8 +46,7 @@ class World(AgreeingRanks):
     trace: Trace = field(default_factory=Trace)  #: of every thread's spans
     parent: World | None = None  #: the World that this sub-world was split from
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
-    #: Whether engines are built only to load a state: then their parameters may be any.
-    restores: bool = False
+    source: int | None = 0  #: the rank whose parameters engines begin with; None: they load a state
     membership: Membership | None = None  #: this rank's, if ranks survive losses
     main: Group = MADE_TOGETHER  #: all ranks, for the main thread; its scratch is kept
     voters: Group = MADE_TOGETHER  #: the ranks that agree on each step: `main`, or a whole mesh

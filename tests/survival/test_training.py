@@ -291,6 +291,73 @@ class Sum:
         return self.sum
 
 
+A_STEPS = 5
+
+
+@pytest.fixture
+def train_both(monkeypatch):
+    """Return a function that trains b, then a, whose rank 0 is lost in a method of Loop, if given.
+
+    A spare takes its place. The function returns what `use` returns on each rank that is left.
+    """
+
+    def run(method, use, pipe=1, init=None):
+        ranks = 3 if pipe == 1 else 2
+        if method is not None:
+            original = getattr(Loop, method)
+
+            def lose(loop, *arguments):
+                is_first = loop._world.membership.job.number == 0
+                if is_first and loop._segment.total_steps == A_STEPS:
+                    raise RankKilled
+                return original(loop, *arguments)
+
+            monkeypatch.setattr(Loop, method, lose)
+
+        def body(link):
+            world = over_threads(link, spares=1)
+            options = {"world": world, "mesh": MeshOptions(pipe=pipe), "init": init}
+            a, b = (ht.Trainer(model_of_layers(), ht.optim.sgd(rate=0.1), **options) for _ in "ab")
+            if init is None:
+                b.fit((X, Y), steps=4, batch=30)
+            trained = a.fit((X, Y), steps=A_STEPS, batch=30)
+            return use(trained, b) if world.rank < world.size else None
+
+        results = run_ranks(ranks + 1, body, 20, {0: NEVER})
+        return [result for result in results if result is not None]
+
+    return run
+
+
+def model_of_layers():
+    return ht.nn.Model([ht.nn.Linear(16), ht.nn.ReLU(), ht.nn.Linear(3)], 8)
+
+
+def hash_of_a(trained, b):
+    return trained["params_sha256"]
+
+
+def hash_of_b(trained, b):
+    return b.fit((X, Y), steps=4, batch=30)["params_sha256"]
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_initial_weights_outlive_a_loss_before_the_first_step(pipe, train_both, tmp_path):
+    def save(link):
+        trainer = ht.Trainer(model_of_layers(), "sgd", seed=1, world=over_threads(link))
+        trainer.fit((X, Y), steps=1, batch=30, out=tmp_path / "run")
+
+    run_ranks(1, save, 20)
+    expected = train_both(None, hash_of_a, pipe, tmp_path / "run")
+    assert train_both("begin", hash_of_a, pipe, tmp_path / "run") == expected
+
+
+@pytest.mark.parametrize("use", [hash_of_b])
+def test_a_trained_model_outlives_a_loss_in_the_fit_of_another(use, train_both):
+    expected = train_both(None, use)
+    assert train_both("_end_interval", use) == expected
+
+
 def train_with(callbacks, victim, spares, out, kills):
     """Return the summaries of the ranks that are left, with `callbacks` of each rank."""
 

@@ -27,6 +27,7 @@ from hpctrain.core.errors import AGREED_ERRORS, LostRankError, RecoveryError
 from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
 from hpctrain.core.run_files import run_folder
+from hpctrain.core.run_files.last_lines import last_lines
 from hpctrain.engines import Engine
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.counters import RunTimes
@@ -203,6 +204,12 @@ class Survival:
                 f", {counted(len(joined_spares), 'spare')} among them" if joined_spares else "",
                 f"; {counted(steps_redone, 'step')} will be done again" if steps_redone else "",
             )
+
+    def last_words(self) -> str:
+        """Return the last message of a run interrupted at once; only rank 0 has one."""
+        if self.run is None or self._world.rank > 0:
+            return ""
+        return "".join(f"{line}\n" for line in last_lines(Path(self.run)))
 
     def end(self, note: dict[str, Any]) -> None:
         """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
