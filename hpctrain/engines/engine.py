@@ -175,6 +175,8 @@ class Regime(Protocol):
     worker: int | None  #: this rank's index among the workers; None for a rank that only serves
     #: each worker takes steps of its own; else all workers share each step
     asynchronous: bool = False
+    #: all workers pass the same steps, even if a gradient is not finite or a worker is late
+    keeps_step: bool = True
     updates_per_step: float = 1.0  #: calls of the optimizer per step of all workers
 
 

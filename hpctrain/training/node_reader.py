@@ -196,8 +196,8 @@ def _wants_reader(segment: FitSegment) -> bool:
             log.warning("[data] reader = 'node' is not used: the training samples lie in memory")
         return False
     obstacle = ""
-    if segment.engine.asynchronous:
-        obstacle = f"with engine '{segment.engine.name}', whose workers step at their own pace"
+    if not segment.engine.keeps_step:
+        obstacle = f"with engine '{segment.engine.name}', whose workers may be at different steps"
     elif fit.options.prefetch is not None:
         obstacle = "beside [run] prefetch, the batches that each rank reads ahead by itself"
     elif own_way_of(train):

@@ -29,7 +29,6 @@ X = np.random.default_rng(0).standard_normal((N, 2, 2)).astype(np.float32)
 Y = np.arange(N) % 3
 ENGINES = {
     "allreduce": E.AllReduce,
-    "local-sgd": lambda: E.LocalSgd(period=3),
     "ps-sync": lambda: E.PsSync(servers=1),
     "blocks": lambda: E.AllReduce(reduction="ordered"),
     "pipeline": E.AllReduce,
@@ -242,7 +241,11 @@ def test_a_read_that_hangs_is_named_within_the_limit(monkeypatch):
 
 
 REFUSALS = {
-    "workers apart": ({"engine": E.PsAsync()}, "expected 'rank' with engine 'ps-async', whose"),
+    "ps-async": ({"engine": E.PsAsync()}, "expected 'rank' with engine 'ps-async', whose"),
+    "easgd": ({"engine": E.Easgd()}, "expected 'rank' with engine 'easgd', whose"),
+    "late workers": ({"engine": E.PsSync(backup_workers=1)}, "with engine 'ps-sync', whose work"),
+    "local-sgd": ({"engine": E.LocalSgd()}, "expected 'rank' with engine 'local-sgd', whose"),
+    "gossip": ({"engine": E.Gossip(graph="ring")}, "expected 'rank' with engine 'gossip', whose"),
     "prefetch": ({"options": FitOptions(prefetch=2)}, r"beside \[run\] prefetch, .*seen 'node'"),
     "a large step": ({"bytes": 400}, r"read_ahead_bytes: expected \d+ or more, .*, seen 400"),
 }  # fmt: skip

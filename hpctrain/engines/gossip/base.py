@@ -21,7 +21,7 @@ from hpctrain.world import World
 class GossipEngine(EngineBase):
     """Implements `hpctrain.engines.engine.Engine` except `train`."""
 
-    name = "gossip"
+    name, keeps_step = "gossip", False
     worker: int
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, settings: str):

@@ -110,7 +110,7 @@ class LocalSgd(WireOptions, EngineOptions):
 class LocalSgdEngine(AllReduceEngine):
     """See `hpctrain.engines.engine.Engine`; the first steps are steps by all-reduce."""
 
-    name = "local-sgd"
+    name, keeps_step = "local-sgd", False
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: LocalSgd):
         world.must_agree(str(options), "the options of local SGD")

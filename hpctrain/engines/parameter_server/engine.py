@@ -70,6 +70,7 @@ class ParameterServerEngine(EngineBase):
         self.workers, self.servers = len(roles.workers), len(roles.servers)
         self.worker, server = roles.indexes(world.rank)
         self.asynchronous, self.updates_per_step = method.asynchronous, method.updates_per_step
+        self.keeps_step = method.is_lockstep
         self.check = GradientCheck(replica, self.workers * method.push_every)
         self.recorder = None if method.is_lockstep else Recorder()
         self._links = [world.threads.link_for("push"), world.threads.link_for("pull")]
