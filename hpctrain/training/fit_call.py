@@ -52,6 +52,8 @@ def run_segment(
         loop = Loop(segment, journal, callbacks, survival)
         stack.enter_context(survival.holding(segment.engine, journal, loop.checkpointer))
         _load_state(loop, segment, survival, resume)
+        # Before the reader's thread: two threads must not read a user's samples at once.
+        stack.enter_context(centered_loss(segment.replica.model, fit.train))
         reader = stack.enter_context(open_reader(segment, loop.step))
         # Before the summary: a second signal while it is written must not end the process.
         stop_request = catch_signals()
@@ -63,7 +65,6 @@ def run_segment(
             segment.evaluation.announce(segment.test, fit.metrics)
             _log_start(segment)
         stack.enter_context(summary_on_exit(journal, callbacks.end))
-        stack.enter_context(centered_loss(segment.replica.model, fit.train))
         with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
             return loop.run(stop_request, reader)
 

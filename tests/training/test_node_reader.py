@@ -139,6 +139,30 @@ def test_nodes_read_disjoint_rows_and_other_ranks_none(hosts):
     assert sorted(read) == [*range(N)]
 
 
+def test_no_other_thread_reads_beside_the_reader(monkeypatch):
+    events = list[str]()
+
+    class Targets(Chunked):
+        def rows(self, indexes, epoch=0):
+            events.extend(["row"] * (not in_reader()))
+            return X[indexes], Y[indexes, None].astype(np.float32)
+
+    def opened(*args, reader=node_reader.NodeReader):
+        events.append("reader")
+        return reader(*args)
+
+    monkeypatch.setattr(node_reader, "NodeReader", opened)
+
+    def body(link):
+        model = ht.nn.Model([ht.nn.Flatten(), ht.nn.Linear(1)], (2, 2), loss="mean_squared_error")
+        with ht.Trainer(model, "sgd", world=over_threads(link)) as trainer:
+            train = ReadSamples(Targets(), ReadOptions(reader="node"))
+            trainer.fit(train, batch=BATCH, steps=2)
+
+    run_ranks(1, body, 20)
+    assert events.index("reader") == len(events) - 1 > 0
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_chunk_is_read_once_per_fill(size, monkeypatch):
     monkeypatch.setattr(node_rows, "PIECE_BYTES", 1)  # of rows: pieces are single chunks
