@@ -16,7 +16,7 @@ from hpctrain.data.derived import (
     resize_training_set,
 )
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
-from hpctrain.data.reading import ReadOptions, ReadSamples, reading_of, unwrap, with_reading
+from hpctrain.data.reading import ReadOptions, ReadSamples, reading_of, unwrap
 from hpctrain.data.sampler import EpochOrder, Sampler, dropped_batch, order, order_of, share
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ __all__ = [
     "resize_training_set",
     "share",
     "unwrap",
-    "with_reading",
     "batches_to_read_ahead",
 ]
 

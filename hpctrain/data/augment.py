@@ -17,7 +17,7 @@ import pydantic
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import DerivedSamples, Samples, Split
-from hpctrain.data.reading import ReadOptions
+from hpctrain.data.reading import ReadOptions, with_reading
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from, scale_split
 
 # Tells this stream from the stream of `sampler.order`, which has the same key.
@@ -81,7 +81,7 @@ class ArrayOptions(ReadOptions):
     flip: bool = False
 
     def finish(self, split: Split, seed: int) -> Split:
-        """Return `split` with training images that are shifted and mirrored, and samples scaled.
+        """Return `split` with the changes that the keys ask for: of images, scale and reading.
 
         "standard" and "minmax" read all training samples; training measures them on all ranks.
         """
@@ -90,4 +90,4 @@ class ArrayOptions(ReadOptions):
             scale = scale_from(block_moments(split.train, range(BLOCKS)), self.scale)
         if self.shift or self.flip:
             split = split._replace(train=AugmentedSamples(split.train, seed, self.shift, self.flip))
-        return scale_split(split, scale)
+        return with_reading(scale_split(split, scale), self)

@@ -53,10 +53,8 @@ class ReadSamples(DerivedSamples):
         return self.samples.rows(indexes, epoch)
 
 
-def with_reading(split: Split, source: Any) -> Split:
+def with_reading(split: Split, source: ReadOptions) -> Split:
     """Return `split` with the training set read as the options `source` of its data ask."""
-    if not isinstance(source, ReadOptions):
-        return split
     names = ReadOptions.__dataclass_fields__
     options = ReadOptions(**{name: getattr(source, name) for name in names})
     is_default = options == ReadOptions()

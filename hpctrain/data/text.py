@@ -23,7 +23,7 @@ from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, unreadable
 from hpctrain.data.dataset import Split
-from hpctrain.data.reading import ReadOptions
+from hpctrain.data.reading import ReadOptions, with_reading
 
 BYTE_VALUES = 256
 #: Folders that are not part of the standard library, or not in every installation.
@@ -62,7 +62,7 @@ class TextOptions(ReadOptions):
         file_ends = np.cumsum(sizes)
         train = TextWindows(paths, file_ends, self.length, 0, train_count)
         test = TextWindows(paths, file_ends, self.length, train_count, test_count)
-        return Split(train, test if test_count else None, BYTE_VALUES)
+        return with_reading(Split(train, test if test_count else None, BYTE_VALUES), self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,6 @@ from hpctrain.data import (
     known_targets,
     resize_training_set,
     unwrap,
-    with_reading,
 )
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
 from hpctrain.engines.engine import sum_over
@@ -40,7 +39,7 @@ def load_raw(spec: Recipe) -> Split:
     """
     source = replace(spec.data, scale="none") if hasattr(spec.data, "scale") else spec.data
     split = source.load(spec.run.seed, finite=spec.run.not_finite != "skip")
-    return with_reading(resize_training_set(split, spec.run.epoch_samples), spec.data)
+    return resize_training_set(split, spec.run.epoch_samples)
 
 
 def fingerprint(samples: Samples) -> str:

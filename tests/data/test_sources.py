@@ -290,3 +290,21 @@ def test_a_function_that_gives_no_data_is_refused(kind, arguments, message):
 def test_an_error_inside_the_function_is_not_hidden():
     with pytest.raises(ZeroDivisionError, match="mine"):
         data.read({"kind": "pack.mine:fails"}).load(seed=0)
+
+
+@pytest.mark.parametrize("table", [
+    {"kind": "npy", "x": "x.npy", "y": "y.npy", "scale": "standard"},
+    {"kind": "npz", "path": "both.npz", "shuffle": "samples"},
+    {"kind": "text", "files": ["text"], "length": 4},
+])  # fmt: skip
+def test_training_sets_are_read_as_their_options_ask(tmp_path, monkeypatch, table):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", X)
+    np.save("y.npy", Y)
+    np.savez("both.npz", x=X, y=Y)
+    Path("text").write_bytes(bytes(99))
+    keys = {"reader": "node", "shuffle": "chunks", "read_ahead_bytes": 999} | table
+    split = data.read(keys).load(seed=3)
+    for train in (split.train, data.resize_training_set(split, 9).train):
+        reading = data.reading_of(train)
+        assert {name: keys[name] for name in vars(reading)} == vars(reading)
