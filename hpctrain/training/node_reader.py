@@ -233,7 +233,9 @@ def _make_node(segment: FitSegment, first: int) -> _Node | None:
             return None
 
     layout = world.on_all_ranks(choose)
-    if layout is None:
+    # A rank alone may fail to read the first sample; what follows is collective.
+    have_layouts = all_gather_bytes(world.node, b"" if layout is None else b"1")
+    if layout is None or not all(have_layouts):
         return None
     counter_bytes = (RELEASED + world.node.size) * WORDS_PER_LINE * np.uint64().itemsize
     slots_begin = counter_bytes + NOTE_BYTES

@@ -298,6 +298,19 @@ def test_a_reader_that_cannot_be_is_refused_if_it_was_asked_for(refusal, wish, m
         run_ranks(3, body, 20)
 
 
+def test_a_rank_without_a_layout_leaves_its_node_without_a_reader(monkeypatch):
+    sets = [Chunked(), Chunked()]
+
+    def choose(samples, *args, choose=node_reader.choose_layout):
+        if data.unwrap(samples) is sets[1]:
+            raise UsageError("set.h5: not there")
+        return choose(samples, *args)
+
+    monkeypatch.setattr(node_reader, "choose_layout", choose)
+    run_ranks(2, lambda link: fitted(over_threads(link), sets[link.rank], "auto"), 5)
+    assert all(x.reads for x in sets)  # each its own rows
+
+
 def test_samples_in_memory_need_no_reader(caplog):
     run_ranks(2, lambda link: fitted(over_threads(link), Dataset(X, Y)), 20)
     messages = [x.message for x in caplog.records if "lie in memory" in x.message]
