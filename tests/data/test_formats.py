@@ -409,7 +409,11 @@ ODD_SHARDS = {
         {"a.npy": npy_bytes(GREY), "a.txt": b"1"},
         "'a': unknown extension 'cls'",
     ),
-    "text": (MEMBERS | {"a.cls": b"cat"}, r"\.cls of row 0: expected a number, seen 'cat'"),
+    "text": (MEMBERS | {"a.cls": b"cat"}, r"\.cls of row 0: expected a number of.*'cat'"),
+    "a long number": (
+        MEMBERS | {"b.npy": npy_bytes(GREY), "b.cls": b"1" + b" " * 64},
+        r"\.cls of row 1: expected a number of at most 64 bytes, seen '1'",
+    ),
     "one lacks": (MEMBERS | {"b.cls": b"1"}, "sample 'b': unknown extension 'npy'"),
     "other shape": (
         MEMBERS | {"b.npy": npy_bytes(GREY[:1]), "b.cls": b"1"},
@@ -425,6 +429,13 @@ def test_shards_of_odd_members_are_refused(tmp_path, name):
     write_tar(tmp_path / "d.tar", members)
     table = {"kind": "webdataset", "path": str(tmp_path / "d.tar"), "x": "npy"}
     refused(lambda: load(table).train.rows(np.arange(2)), message)
+
+
+def test_numbers_of_members_are_read_to_their_last_digit(tmp_path):
+    members = {"a.npy": npy_bytes(GREY), "a.cls": b"1.2345678901234567e-05"}
+    write_tar(tmp_path / "d.tar", members)
+    table = {"kind": "webdataset", "path": str(tmp_path / "d.tar"), "x": "npy"}
+    assert load(table).train.rows(np.arange(1))[1].tolist() == [1.2345678901234567e-05]
 
 
 def test_a_pickle_in_a_zarr_array_is_not_run(tmp_path):

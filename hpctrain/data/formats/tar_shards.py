@@ -31,7 +31,7 @@ IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "webp", "bmp", "tif", "tiff
 NUMBERS = ("cls", "cls2", "id", "index", "inx", "json")
 _EXPECTED = "a tar file of samples"
 _REMEDY = "write it with webdataset.TarWriter, or copy it again"
-_DIGITS = 20  #: bytes of a number; a longer member is none
+_DIGITS = 64  #: bytes of a number; a longer member is none
 
 
 def probe(path: Path, keys: tuple[str, ...]) -> list[Part]:
@@ -130,9 +130,14 @@ def _decoder(key: str, place: str) -> Callable[[bytes, str], np.ndarray]:
 def _decode_number(data: bytes, place: str) -> np.ndarray:
     text = data[: _DIGITS + 1].decode("ascii", "replace").strip()
     try:
+        if len(data) > _DIGITS:
+            raise ValueError
         return np.array(int(text) if text.lstrip("-").isdecimal() else float(text))
     except ValueError:
-        raise DataError(f"{place}: expected a number, seen {brief(text)}; write 3, say") from None
+        raise DataError(
+            f"{place}: expected a number of at most {_DIGITS} bytes, seen {brief(text)}; write "
+            "3, say"
+        ) from None
 
 
 def _decode_npy(data: bytes, place: str) -> np.ndarray:
