@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pickle
+import struct
 import subprocess
 import sys
 from itertools import pairwise
@@ -436,6 +438,33 @@ def test_numbers_of_members_are_read_to_their_last_digit(tmp_path):
     write_tar(tmp_path / "d.tar", members)
     table = {"kind": "webdataset", "path": str(tmp_path / "d.tar"), "x": "npy"}
     assert load(table).train.rows(np.arange(1))[1].tolist() == [1.2345678901234567e-05]
+
+
+MARKED = "in/x: row 3 holds -999.0 at \\(1,\\), which marks a missing value"
+NO_MARK = "in/x: expected a number as the mark of missing values, seen _FillValue = "
+MARKS = {
+    "base64": ({"_FillValue": base64.b64encode(struct.pack("<d", -999.0)).decode()}, MARKED),
+    "several": ({"missing_value": [-1.5, -999.0]}, MARKED),
+    "fill value": ({"_ARRAY_DIMENSIONS": ["n", "c"]}, MARKED),
+    "text": ({"_FillValue": "no data"}, NO_MARK + "'no data'"),
+    "null": ({"_FillValue": None}, NO_MARK + "None"),
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_missing_values_of_xarray_are_refused(tmp_path, name):
+    import zarr
+
+    x, (attributes, message) = SAMPLES["float32"].copy(), MARKS[name]
+    x[3, 1] = -999.0
+    zarr_format = 2 if name == "fill value" else 3
+    group = zarr.open_group(str(tmp_path / "d.zarr"), mode="w", zarr_format=zarr_format)
+    keys = {"shape": x.shape, "dtype": "f4", "fill_value": -999.0, "attributes": attributes}
+    group.create_array("in/x", **keys)[:] = x
+    group.create_array("y", shape=N, dtype="i8")[:] = Y
+    table = {"kind": "zarr", "path": str(tmp_path / "d.zarr"), "x": "in/x"}
+    with pytest.raises((DataError, UsageError), match=message):
+        load(table).train.rows(np.arange(5))
 
 
 def test_a_pickle_in_a_zarr_array_is_not_run(tmp_path):

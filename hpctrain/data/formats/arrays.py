@@ -9,6 +9,7 @@ and opens a file when its rows are first needed:
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.core.errors import DataError, UsageError
+from hpctrain.core.files import brief
 from hpctrain.data.dataset import SAMPLES_PER_READ
 from hpctrain.data.formats.libraries import faults_of
 
@@ -229,11 +231,8 @@ def guarded(read: ReadRows, place: str, expectation: str) -> ReadRows:
 
 
 def refuse_missing(read: ReadRows, attributes: Mapping[str, Any], place: str) -> ReadRows:
-    """Return `read`, which raises DataError for the value by which `attributes` mark missing ones.
-
-    netCDF and xarray write these attributes.
-    """
-    values = [np.ravel(attributes[name])[0] for name in _MISSING if name in attributes]
+    """Return `read`, which raises DataError for a value by which `attributes` mark missing ones."""
+    values = _missing_values(attributes, place)
     if not values:
         return read
 
@@ -246,7 +245,8 @@ def refuse_missing(read: ReadRows, attributes: Mapping[str, Any], place: str) ->
                 at_text = f" at {tuple(position)}" * bool(position)
                 raise DataError(
                     f"{place}: row {rows[row]} holds {value}{at_text}, which marks a missing value "
-                    "(attribute _FillValue or missing_value); replace it, or remove the row"
+                    "(_FillValue, missing_value, or fill_value of xarray's Zarr); replace it, or "
+                    "remove the row"
                 )
         return array
 
@@ -254,13 +254,36 @@ def refuse_missing(read: ReadRows, attributes: Mapping[str, Any], place: str) ->
 
 
 def must_be_unpacked(attributes: Mapping[str, Any], place: str) -> None:
-    """Raise UsageError for values that netCDF's attributes say to be scaled."""
+    """Raise UsageError for values that attributes of netCDF say to be scaled or mark by texts."""
     for name in _PACKED:
         if name in attributes:
             raise UsageError(
                 f"{place}: expected values as they are, seen packed ones (attribute {name}); write "
                 "them unpacked"
             )
+    _missing_values(attributes, place)
+
+
+def _missing_values(attributes: Mapping[str, Any], place: str) -> list[Any]:
+    """Return the values by which `attributes` mark missing ones; raise UsageError for a text.
+
+    netCDF and xarray write them; in Zarr of format 3 a float is a little-endian float64 in base64.
+    """
+    values: list[Any] = []
+    for name in _MISSING:
+        markers = attributes.get(name, [])
+        try:
+            if isinstance(markers, str):
+                markers = np.frombuffer(base64.b64decode(markers, validate=True), "<f8")
+            if np.ravel(markers).dtype.kind not in "fiub":
+                raise ValueError
+        except ValueError:
+            raise UsageError(
+                f"{place}: expected a number as the mark of missing values, seen {name} = "
+                f"{brief(attributes[name])}; write a number, or remove the attribute"
+            ) from None
+        values.extend(np.ravel(markers))
+    return values
 
 
 def must_be_numbers(dtype: np.dtype, shape: tuple[int, ...], place: str) -> None:

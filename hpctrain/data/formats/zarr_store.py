@@ -83,7 +83,7 @@ def _probe_array(path: Path, group: Any, key: str) -> Part:
         shape, dtype = tuple(array.shape), np.dtype(array.dtype)
         must_be_numbers(dtype, shape, place)
         _must_not_run_code(array, place)
-        must_be_unpacked(array.attrs, place)
+        must_be_unpacked(_attributes(array), place)
         rows, note = _chunk_rows(array), f"{array.nchunks_initialized} of {array.nchunks} chunks"
     return Part(place, shape, dtype, rows, partial(_open_rows, path, key), note + " stored")
 
@@ -93,6 +93,15 @@ def _must_not_run_code(array: Any, place: str) -> None:
     metadata = array.metadata.to_dict() if hasattr(array.metadata, "to_dict") else array.metadata
     if "pickle" in str(metadata).lower():
         raise UsageError(f"{place}: expected numbers, seen pickles, which can run any code")
+
+
+def _attributes(array: Any) -> dict[str, Any]:
+    """Return the attributes; xarray writes `_FillValue` as the fill value of a format-2 array."""
+    attributes = dict(array.attrs)
+    is_of_xarray = "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2
+    if is_of_xarray and array.fill_value is not None:
+        attributes["_FillValue"] = array.fill_value
+    return attributes
 
 
 def _chunk_rows(array: Any) -> int:
@@ -105,5 +114,5 @@ def _open_rows(path: Path, key: str) -> ReadRows:
     read: ReadRows = numeric_blocks(
         array.shape[0], chunk_rows, lambda part: np.asarray(array[part])
     )
-    read = refuse_missing(read, array.attrs, place)
+    read = refuse_missing(read, _attributes(array), place)
     return guarded(read, place, "whole chunks of a Zarr array")
