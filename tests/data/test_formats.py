@@ -190,6 +190,9 @@ def test_columns_side_by_side_have_a_dtype_that_holds_all(tmp_path):
     train = load(table).train
     train.rows(np.array([0, 1]))
     refused(lambda: train.rows(np.array([2])), "a: expected integers that float64", DataError)
+    table = parquet_file(tmp_path, a=np.array([1, np.nan, 2], "f4"), b=[0.5, 1.5, -1.0])
+    x, _ = data.read(table).load(0, finite=False).train.rows(np.array([1, 2]))
+    assert x.dtype == np.float64 and np.isnan(x[0, 0]) and x[1:].tolist() == [[2.0, -1.0]]
 
 
 @pytest.mark.parametrize("image", [GREY, COLOUR], ids=["grey", "colour"])

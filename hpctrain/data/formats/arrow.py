@@ -61,7 +61,8 @@ class Columns:
             return arrays[0]
         casts = [array.astype(self.dtype, copy=False) for array in arrays]
         for cast, array, column in zip(casts, arrays, self.columns, strict=True):
-            if cast.dtype != array.dtype and not np.array_equal(cast.astype(array.dtype), array):
+            is_cast = cast.dtype != array.dtype and array.dtype.kind in "iu"
+            if is_cast and not np.array_equal(cast.astype(array.dtype), array):
                 raise DataError(
                     f"{column.place}: expected integers that {self.dtype} can hold, as other "
                     f"columns of x are, seen up to {array.max()}; write all columns with one dtype"
