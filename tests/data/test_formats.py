@@ -166,6 +166,16 @@ def test_keys_that_name_no_sets_are_refused(tmp_path, keys, message):
     refused(lambda: load(table, **keys), message)
 
 
+def test_labels_in_files_are_checked_when_they_are_read(tmp_path):
+    y = np.repeat(Y, 4).reshape(N, 2, 2)
+    y[47, 1, 0] = 9
+    table = write("hdf5", tmp_path, SAMPLES["float32"], y)
+    train = load(table, classes=3).train
+    assert np.array_equal(train.rows(np.array([5, 48]))[1], y[[5, 48]])
+    message = "label 9 of sample 47, row 47 of .*d.h5: y is out of range"
+    refused(lambda: train.rows(np.array([5, 47])), message, DataError)
+
+
 # --- columns -------------------------------------------------------------------------------------
 
 

@@ -47,8 +47,9 @@ class FileSamples(StoredSamples):
         places: Any = Places(self.x, indexes)
         if self.finite and (fault := find_value_fault(places, x=x, y=y)):
             raise DataError(fault)
-        if self.classes is not None and (fault := find_invalid_label(y, self.classes)):
-            raise DataError(f"{self.source}: {fault}")
+        places = Places(self.y, indexes)
+        if self.classes is not None and (fault := find_invalid_label(y, self.classes, places)):
+            raise DataError(fault)
         return x, y
 
     def divide(self, test_share: float, seed: int) -> tuple[FileSamples, FileSamples]:
