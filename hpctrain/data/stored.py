@@ -149,9 +149,9 @@ class StoredSamples:
     def _find_label_fault(self) -> str:
         if self.classes is None:
             return ""
-        if self.y.dtype.kind not in "iu":
+        if self.y.dtype.kind == "f":
             return (
                 f"y has dtype {self.y.dtype}; expected integer labels, since classes is "
                 f"{self.classes}: leave classes out for real targets"
             )
-        return find_invalid_label(self.y, self.classes)
+        return find_invalid_label(self.y, self.classes) if isinstance(self.y, np.ndarray) else ""

@@ -174,6 +174,10 @@ def test_labels_in_files_are_checked_when_they_are_read(tmp_path):
     assert np.array_equal(train.rows(np.array([5, 48]))[1], y[[5, 48]])
     message = "label 9 of sample 47, row 47 of .*d.h5: y is out of range"
     refused(lambda: train.rows(np.array([5, 47])), message, DataError)
+    table = write("hdf5", tmp_path / "real", SAMPLES["float32"], np.ones((N, 2)))
+    refused(lambda: load(table, classes=3), "y has dtype float64; expected integer labels")
+    table = write("hdf5", tmp_path / "mask", SAMPLES["float32"], y > 1)
+    assert load(table, classes=2).train.rows(np.array([5]))[1].dtype == np.int64
 
 
 # --- columns -------------------------------------------------------------------------------------

@@ -30,10 +30,7 @@ class FileSamples(StoredSamples):
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and, where targets are in memory, labels."""
-        fault = find_fault(_stand_in(self.x), _stand_in(self.y))
-        if not fault and isinstance(self.y, np.ndarray):
-            fault = self._find_label_fault()
-        if fault:
+        if fault := find_fault(_stand_in(self.x), _stand_in(self.y)) or self._find_label_fault():
             raise UsageError(f"{self.source}: {fault}")
 
     @property
