@@ -5,8 +5,8 @@
 
 A *fill* has the rows of some steps of an epoch, in the order of their batches, so a worker's share
 is a part of the slot. They are read by their sorted indexes, a piece at a time, which ends between
-two chunks of the file: each chunk is read once per fill. Beside the slots a piece is all the memory
-that is needed.
+two chunks of the file unless the set itself keeps the chunk that it decoded last: each chunk is
+decoded once per fill. Beside the slots a piece, and a chunk kept, is all the memory that is needed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class FillReader:
 
     def __init__(self, samples: Samples, sampler: Sampler, layout: SlotLayout):
         self._samples, self._sampler, self._layout = samples, sampler, layout
-        self._chunk_rows = chunk_rows_of(samples) or 1
+        keeps_chunks = getattr(unwrap(samples), "keeps_chunks", False)
+        self._chunk_rows = 1 if keeps_chunks else chunk_rows_of(samples) or 1
 
     def read(self, steps: range, slot: tuple[Any, Any]) -> None:
         """Read the rows of `steps`, which lie in one epoch, into `slot`.

@@ -18,8 +18,10 @@ from data_files import ROWS, WRITERS, npy_bytes, png, write, write_tar
 
 from hpctrain import data
 from hpctrain.core.errors import DataError, UsageError
+from hpctrain.data import node_rows
 from hpctrain.data.formats import arrays, libraries
-from hpctrain.data.formats.samples import divide_rows
+from hpctrain.data.formats.samples import FileSamples, divide_rows
+from hpctrain.data.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("zarr_loop")
 N = 50
@@ -69,6 +71,33 @@ def test_a_share_divides_a_set_by_seed_alone(tmp_path, name):
     assert sorted(np.concatenate(rows)) == [*range(N)] and len(rows[1]) == 15
     assert not np.array_equal(divide_rows(N, 0.3, seed=6)[1], rows[1])
     assert train.chunk_rows == (None if load(table).train.chunk_rows is None else 4)
+
+
+@pytest.mark.parametrize("name", ["hdf5, gzip", "webdataset"])
+def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, name):
+    train, pieces, decoded = load(write(name, tmp_path, SAMPLES["float32"], Y)).train, [], []
+    rows, block = FileSamples.rows, arrays.Blocks._block
+
+    def note_rows(self, indexes, epoch=0):
+        pieces.append(len(indexes))
+        return rows(self, indexes, epoch)
+
+    def note_block(self, number):
+        if number not in self._kept:
+            decoded.append(number)
+        return block(self, number)
+
+    sampler = Sampler(N, N, seed=0)
+    layout = node_rows.choose_layout(train, sampler, node_rows.Shares((0,), 1, 1), 1 << 20, 1)
+    slot = layout.arrays(np.zeros(layout.slot_bytes, np.uint8))
+    monkeypatch.setattr(FileSamples, "rows", note_rows)
+    monkeypatch.setattr(arrays.Blocks, "_block", note_block)
+    monkeypatch.setattr(arrays, "CACHE_BYTES", 1)
+    monkeypatch.setattr(node_rows, "PIECE_BYTES", 3 * layout.row_bytes)
+    node_rows.FillReader(train, sampler, layout).read(range(1), slot)
+    assert (max(pieces), sum(pieces)) == (3, N)
+    assert decoded == ([*range(1, 8)] if name == "hdf5, gzip" else [])  # 0 was there
+    assert np.array_equal(slot[0][:N], SAMPLES["float32"][sampler.batch_indexes(0, 1)])
 
 
 PATTERNS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class FileSamples(StoredSamples):
 
     x: FileArray  # type: ignore[assignment]
     y: Any
+    keeps_chunks: ClassVar = True  #: the one decoded last: the next call may go on within it
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and, where targets are in memory, labels."""
