@@ -12,6 +12,8 @@ import pytest
 import trackers
 
 from hpctrain.core.run_files import run_folder
+from hpctrain.training.loggers import to_csv
+from hpctrain.training.loggers.tracker import Target
 
 #: takes 9 s of processor time, for its imports and its tables
 MLFLOW = pytest.param("mlflow", marks=pytest.mark.full)
@@ -55,3 +57,19 @@ def test_a_run_that_is_killed_and_loses_rank_0_is_one_curve(kind, tmp_path):
     assert contents.config["options.interval_steps"] == "2"
     (counts,) = run_folder.read_summary(run)["loggers"]
     assert (counts["kind"], counts["dropped"], counts["fault"]) == (kind, 0, None)
+
+
+def test_csv_is_written_again_for_a_new_column_alone(tmp_path, monkeypatch):
+    tracker = to_csv.CsvTracker(Target(tmp_path, "mine", "run", {}))
+    tracker.begin(0, has_rows=False)
+    reads, read_rows = [], to_csv.read_rows
+    monkeypatch.setattr(to_csv, "read_rows", lambda path: reads.append(path) or read_rows(path))
+    for step in range(1, 21):
+        for name in ("loss", "acc"):
+            tracker.log(step, {name: 10.0**-step})
+    tracker.log(20, {"acc": 1.0})
+    tracker.end({})
+    assert len(reads) == 2
+    values = trackers.read("csv", tmp_path).values
+    assert values["loss"] == [(step, 10.0**-step) for step in range(1, 21)]
+    assert values["acc"] == [*values["loss"][:-1], (20, 1.0)]
