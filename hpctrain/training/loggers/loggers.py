@@ -113,8 +113,10 @@ class Logger:
         module = import_module(f"hpctrain.training.loggers.to_{self.kind}")
         return getattr(module, self.tracker)(target)
 
-    def begin(self, target: Target, step: int, rows: Sequence[Mapping[str, Any]]) -> Feed:
-        """Go on after `step` of a run of a Trainer, with its earlier rows; return the feed.
+    def begin(self, target: Target, step: int, rows: Sequence[Mapping[str, Any]] | None) -> Feed:
+        """Go on after `step` of a run of a Trainer; return the feed.
+
+        `rows`: the earlier rows of the run, None if the tracker alone has them.
 
         After a loss of ranks the thread is there already.
         """

@@ -61,8 +61,9 @@ class RunLoggers:
         config = recipe.tables if recipe else _describe(segment)
         config = make_config(config, run_facts.of_run(segment.world, segment.engine))
         project = (recipe.log.project or recipe.run.name) if recipe else PROJECT
+        rows = self.rows if segment.run or not step else None  # without a folder nothing has them
         self._feeds = [
-            logger.begin(logger.target(segment.run, config, project), step, self.rows)
+            logger.begin(logger.target(segment.run, config, project), step, rows)
             for logger in self._loggers
         ]
 

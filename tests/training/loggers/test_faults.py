@@ -13,7 +13,7 @@ import pytest
 import trackers
 
 import hpctrain as ht
-from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, RankKilled, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.training.loggers import feed, run_loggers, to_tensorboard
 from hpctrain.training.loggers.loggers import CSV, TensorBoard
@@ -47,6 +47,18 @@ class Broken(Tracker):
 
     def end(self, summary):
         self.do("end")
+
+
+class Recording(Broken):
+    """A tracker that appends the arguments of `begin` to a list."""
+
+    def __init__(self, target, begins):
+        super().__init__(target, "", None)
+        self.begins = begins
+
+    def begin(self, step, has_rows):
+        self.begins.append((step, has_rows))
+        return step
 
 
 def fail(error: BaseException) -> None:
@@ -156,6 +168,29 @@ def test_wrong_use_is_refused(wrong, tmp_path):
     call, text = WRONG[wrong]
     with pytest.raises(UsageError, match=text):
         call(tmp_path)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_run_without_a_folder_has_no_earlier_rows(has_folder, tmp_path, monkeypatch):
+    begins = []
+    monkeypatch.setattr(CSV, "make_tracker", lambda self, target: Recording(target, begins))
+
+    def body(link):
+        def die(row):
+            if row["step"] == 4 and link.rank == 0:
+                raise RankKilled
+
+        model, world = ht.nn.Model([ht.nn.Linear(3)], 4), over_threads(link)
+        callbacks = [CSV(tmp_path / "csv"), *[die] * (link.rank == 0)]
+        with ht.Trainer(model, "sgd", callbacks=callbacks, world=world) as trainer:
+            out, options = tmp_path / "run" if has_folder else None, ht.FitOptions(interval_steps=1)
+            samples = X, X[:, :3].argmax(1)
+            return trainer.fit(samples, steps=6, batch=6, out=out, options=options)
+
+    summary = run_ranks(2, body, 60.0, {0: 10**9})[1]
+    assert summary["status"] == "done"
+    assert begins[0] == (0, True)
+    assert len(begins) == 2 and begins[1][0] > 0 and begins[1][1] == has_folder
 
 
 def test_a_run_that_fails_ends_its_log(tmp_path):
