@@ -64,6 +64,8 @@ class Logger:
             return
         if not isinstance(step, int) or step < 1:
             raise UsageError(f"{self}.log: step: expected 1 or more, seen {brief(step)}")
+        if "step" in values:
+            raise UsageError(f"{self}.log: 'step' is the number of the step; name the value else")
         numbers = {name: _as_float(value, name) for name, value in values.items()}
         if self._feed is None:
             job: dict[str, Any] = {"versions": versions()}

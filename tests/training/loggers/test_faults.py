@@ -156,6 +156,7 @@ WRONG = {
     "config": (lambda path: CSV(path, config={"x": {1}}), "config: expected a dict of JSON"),
     "value": (lambda path: CSV(path).log({"x": "1"}, 1), "'x': expected a number, seen '1'"),
     "step": (lambda path: CSV(path).log({"x": 1}, 0), "step: expected 1 or more, seen 0"),
+    "named step": (lambda path: CSV(path).log({"step": 1}, 1), "'step' is the number of the step"),
     "no folder": (lambda path: CSV().log({"x": 1}, 1), "ht.loggers.CSV needs a folder"),
     "fit without": (lambda path: fit([CSV()]), "ht.loggers.CSV needs a folder"),
     "two": (lambda path: fit([CSV(path), CSV(path)]), "two loggers write to"),
