@@ -36,7 +36,8 @@ class WandBTracker(Tracker):
         if self._run is not None:
             self._run.finish()
         folders = [path for path in self.folder.glob("*run-*-*") if not path.is_symlink()]
-        earlier_id = max(folders).name.rpartition("-")[2] if folders else ""
+        # run-DATE_TIME-ID
+        earlier_id = max(folders).name.partition("run-")[2].partition("-")[2] if folders else ""
         for path in folders if is_offline and has_rows else []:
             shutil.rmtree(path, ignore_errors=True)
         settings = wandb.Settings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from hpctrain.core.errors import HpctrainError, RankKilled, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.training.loggers import feed, run_loggers, to_tensorboard
 from hpctrain.training.loggers.loggers import CSV, TensorBoard
-from hpctrain.training.loggers.tracker import Tracker
+from hpctrain.training.loggers.to_wandb import WandBTracker
+from hpctrain.training.loggers.tracker import Target, Tracker
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
@@ -192,6 +194,18 @@ def test_a_run_without_a_folder_has_no_earlier_rows(has_folder, tmp_path, monkey
     assert summary["status"] == "done"
     assert begins[0] == (0, True)
     assert len(begins) == 2 and begins[1][0] > 0 and begins[1][1] == has_folder
+
+
+@pytest.mark.parametrize("name", ["3f2a9c1d", "my-run-2"])
+def test_wandb_goes_on_under_its_id(name, tmp_path, monkeypatch):
+    used = {}
+    fake = SimpleNamespace(Settings=dict, setup=id, init=lambda **options: used.update(options))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    (tmp_path / f"wandb/offline-run-20261128_001500-{name}").mkdir(parents=True)
+    assert WandBTracker(Target(tmp_path, "mine", "run", {})).begin(3, has_rows=True) == 0
+    assert used["id"] == name
 
 
 def test_a_run_that_fails_ends_its_log(tmp_path):
