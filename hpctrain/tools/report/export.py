@@ -13,7 +13,7 @@ from hpctrain.core.config import toml
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.run_files.folder_lock import is_locked
-from hpctrain.tools.report import record
+from hpctrain.tools.report import history, record
 from hpctrain.training.loggers import LOGGERS
 from hpctrain.training.loggers.loggers import PROJECT
 from hpctrain.training.loggers.options import LogOptions
@@ -91,5 +91,6 @@ def export(run: Path, name: str) -> Path:
     if not (rows := run_folder.rows(run)):
         raise UsageError(f"{run}: expected rows in {run_folder.METRICS}, seen none")
     result.update(rows)
-    result.end(run_folder.read_summary(run) or {})
+    unfinished = {"status": history.RUNNING if is_locked(run) else history.KILLED}
+    result.end(run_folder.read_summary(run) or unfinished)
     return result.folder

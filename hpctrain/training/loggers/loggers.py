@@ -95,7 +95,7 @@ class Logger:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.close(None if error[0] is None else {"status": "failed", "exit_code": 1})
 
     def target(self, run: Path | None, config: Mapping[str, Any], project: str = PROJECT) -> Target:
         """Return the place of a run in folder `run`; raise UsageError without a folder."""

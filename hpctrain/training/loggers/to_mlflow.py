@@ -76,8 +76,8 @@ class MLflowTracker(Tracker):
 
     def end(self, summary: Mapping[str, Any]) -> None:
         self._describe("tags", {f"summary.{name}": x for name, x in flatten(summary)})
-        is_done = summary.get("exit_code", 0) == 0
-        self._client.set_terminated(self._run, "FINISHED" if is_done else "FAILED")
+        if (status := end_status(summary)) != "RUNNING":  # which `begin` has set
+            self._client.set_terminated(self._run, status)
         self._copy()
         assert self._database is not None
         shutil.rmtree(self._database.parent)
@@ -107,3 +107,10 @@ class MLflowTracker(Tracker):
         shutil.copyfile(self._database, copy)
         os.replace(copy, self.folder / "mlflow.db")
         self._copy_due += 10 * (time.monotonic() - began)
+
+
+def end_status(summary: Mapping[str, Any]) -> str:
+    """Return the status of a run in MLflow's words."""
+    if summary.get("status") in ("running", "killed"):
+        return str(summary["status"]).upper()
+    return "FAILED" if summary.get("exit_code") else "FINISHED"

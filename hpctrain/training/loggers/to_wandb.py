@@ -69,5 +69,7 @@ class WandBTracker(Tracker):
 
     def end(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
-        self._run.finish(exit_code=summary.get("exit_code") or 0)
+        self._run.finish(
+            exit_code=summary.get("exit_code") or int(summary.get("status") == "killed")
+        )
         self._run = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import util
 
 import pytest
@@ -13,8 +14,9 @@ import hpctrain as ht
 from hpctrain.cli import hpctrain
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
+from hpctrain.core.run_files.folder_lock import lock_folder
 from hpctrain.training import recipe, runs
-from hpctrain.training.loggers import LOGGERS, loggers
+from hpctrain.training.loggers import LOGGERS, loggers, to_mlflow
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
@@ -149,6 +151,41 @@ def test_export_refuses(case, tmp_path, monkeypatch):
     make_run(tmp_path / "empty", [])
     result = invoke("runs", "export", *words)
     assert isinstance(result.exception, UsageError) and text in str(result.exception)
+
+
+def end_by_error(run):
+    with pytest.raises(ZeroDivisionError), ht.loggers.CSV(run) as logger:
+        logger.log({"x": 1 / 1}, 1)
+        logger.log({"x": 1 / 0}, 2)
+
+
+def end_by_export(run):
+    make_run(run, [1])
+    assert invoke("runs", "export", "--to", "csv", run).exit_code == 0
+
+
+def end_by_export_meanwhile(run):
+    run.mkdir()
+    lock = lock_folder(run)
+    end_by_export(run)
+    os.close(lock)
+
+
+#: how a log ends, its status, and MLflow's
+ENDS = {
+    "an error": (end_by_error, "failed", "FAILED"),
+    "killed": (end_by_export, "killed", "KILLED"),
+    "running": (end_by_export_meanwhile, "running", "RUNNING"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_log_that_ends_before_its_run_is_not_finished(end, tmp_path):
+    act, status, in_mlflow = ENDS[end]
+    act(tmp_path / "run")
+    summary = trackers.read("csv", tmp_path / "run").summary
+    assert summary.get("status") == status
+    assert to_mlflow.end_status(summary) == in_mlflow
 
 
 def test_follow_sees_rows_that_a_resumed_run_replaces(tmp_path):
