@@ -49,6 +49,11 @@ ROWS = {
                 lambda z: z[MASKED >= 0], MASKED[MASKED >= 0]),
     "places": (Places, nn.CrossEntropyLoss(), PLACES, CLASSES,
                lambda z: np.moveaxis(z, 1, 2).reshape(-1, 3), PLACES.ravel()),
+    "one-hot": (lambda: flat(3), nn.CrossEntropyLoss(), np.eye(3, dtype="f4")[Y], CLASSES,
+                np.asarray, Y),
+    "one-hot places": (Places, nn.CrossEntropyLoss(),
+                       np.moveaxis(np.eye(3, dtype="f4")[PLACES], -1, 1), CLASSES,
+                       lambda z: np.moveaxis(z, 1, 2).reshape(-1, 3), PLACES.ravel()),
     "one logit": (lambda: flat(1), nn.BCEWithLogitsLoss(), BITS.astype(np.float32),
                   ("auc", "f1", "confusion"), lambda z: np.stack([0 * z, z], axis=1), BITS),
     "a probability": (lambda: nn.Sequential(flat(1), nn.Sigmoid()), nn.BCELoss(),
@@ -114,8 +119,10 @@ def test_metrics_of_modules_that_do_not_fit_are_refused():
         def forward(self, x):
             return self.layer(x), x
 
+    all_but_one = 1 - np.eye(3, dtype="f4")[Y]
     rows = [
         (flat(1), nn.MSELoss(), BITS.astype(np.float32), "'auc' is of classes or labels"),
+        (flat(3), nn.CrossEntropyLoss(), all_but_one, "CrossEntropyLoss are real numbers"),
         (Two(), lambda z, y: z[0].mean(), Y, "expected a tensor of outputs, seen tuple"),
     ]
     for module, loss, y, message in rows:

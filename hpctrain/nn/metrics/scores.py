@@ -1,6 +1,6 @@
 """Outputs and targets of a model as scores of classes, or of labels.
 
-one class for each target    logits (n, ..., k), k > 1     labels (n, ...), 0 .. k - 1
+one class for each target    logits (n, ..., k), k > 1     labels (n, ...), 0 .. k - 1, or one-hot
 two classes, one logit       logits (n, ..., 1) or (n,)    targets of that shape, 0 or 1
 several labels               logits (n, ..., k), k > 1     targets of that shape, 0 or 1 each
 """
@@ -44,6 +44,8 @@ class Scores(NamedTuple):
             truth = (targets == 1).astype(np.int64)
             invalid_count = np.count_nonzero((targets != 0) & (targets != 1))
         else:
+            if targets.shape == outputs.shape:
+                targets = _classes_of(targets)
             truth = targets.reshape(-1).astype(np.int64)
             invalid_count = np.count_nonzero((truth < IGNORED) | (truth >= task.classes))
         if task.has_one_logit:
@@ -61,12 +63,21 @@ def find_task(loss: Any, output_shape: Shape, targets: Any) -> Task | None:
     """
     task = getattr(loss, "task", None) or _infer_task(output_shape, targets)
     if task == "classes":
+        if targets.shape[1:] == output_shape and (_classes_of(targets) == output_shape[-1]).any():
+            return None
         return Task(output_shape[-1], prod(output_shape[:-1]))
     if task == "labels" and output_shape[-1:] in ((), (1,)):
         return Task(2, prod(output_shape), has_one_logit=True)
     if task == "labels":
         return Task(output_shape[-1], prod(output_shape[:-1]), has_labels=True)
     return None
+
+
+def _classes_of(one_hot: np.ndarray) -> np.ndarray:
+    """Return the class of each target (..., k); k, which is none, where it is not one-hot."""
+    k = one_hot.shape[-1]
+    is_valid = ((one_hot == 1).sum(axis=-1) == 1) & ((one_hot == 0).sum(axis=-1) == k - 1)
+    return np.where(is_valid, one_hot.argmax(axis=-1), k)
 
 
 def _infer_task(output_shape: Shape, targets: Any) -> str:

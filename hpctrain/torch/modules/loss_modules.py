@@ -161,9 +161,11 @@ def _copy(module: nn.Module) -> Any:
     return copied
 
 
-def is_elementwise(loss: Any) -> bool:
-    """Return whether `loss` compares real numbers."""
-    return isinstance(loss, ELEMENTWISE)
+def task_of(loss: Any) -> str | None:
+    """Return the task that `loss` has whatever the targets, None for another loss."""
+    if isinstance(loss, ELEMENTWISE):
+        return "numbers"
+    return "classes" if _is_of_classes(loss) else None
 
 
 def as_logits(loss: Any, outputs: np.ndarray, y: Any) -> tuple[np.ndarray, Any]:
@@ -174,6 +176,8 @@ def as_logits(loss: Any, outputs: np.ndarray, y: Any) -> tuple[np.ndarray, Any]:
     """
     if isinstance(loss, nn.BCELoss):
         outputs = torch.from_numpy(outputs).double().logit().numpy()
+    if _is_of_classes(loss) and getattr(y, "shape", None) == outputs.shape:
+        return np.moveaxis(outputs, 1, -1), np.moveaxis(y, 1, -1)  # probabilities of classes
     if not isinstance(y, np.ndarray) or y.dtype.kind not in "iu":
         return outputs, y
     if outputs.ndim > 2 and y.shape == outputs.shape[:1] + outputs.shape[2:]:
@@ -185,9 +189,9 @@ def as_logits(loss: Any, outputs: np.ndarray, y: Any) -> tuple[np.ndarray, Any]:
 
 def sums_by_class(loss: Any) -> bool:
     """Return whether a mean of `loss` is one over classes' weights and targets not ignored."""
+    return _is_of_classes(loss) and loss.reduction == "mean"
+
+
+def _is_of_classes(loss: Any) -> bool:
     kinds: tuple[Callable[..., Any], ...] = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward
-    return (
-        isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-        and type(loss).forward in kinds
-        and loss.reduction == "mean"
-    )
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss).forward in kinds

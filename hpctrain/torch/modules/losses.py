@@ -79,8 +79,7 @@ class TorchLoss(GuestLoss):
         if loss_modules.sums_by_class(function):
             self._counts = ClassCounts(function)
         self._counted: tuple[Any, np.ndarray | None] = self, None  # the targets of a batch
-        #: of real numbers; else the targets tell
-        self.task = "numbers" if loss_modules.is_elementwise(function) else None
+        self.task = loss_modules.task_of(function)  #: None: the targets tell
         self.terms = tuple(self._functions)
         self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
 
