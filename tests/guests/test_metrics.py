@@ -59,6 +59,9 @@ ROWS = {
     "a probability": (lambda: nn.Sequential(flat(1), nn.Sigmoid()), nn.BCELoss(),
                       BITS.astype(np.float32), ("f1", "auc"),
                       lambda p: np.stack([0 * p, p - 0.5], axis=1), BITS),
+    "probabilities of 0 and 1": (lambda: nn.Sequential(flat(1), nn.Hardtanh(0, 1)), nn.BCELoss(),
+                                 BITS.astype(np.float32), ("f1", "auc"),
+                                 lambda p: np.stack([0 * p, p - 0.5], axis=1), BITS),
     "a function": (lambda: flat(3), lambda z, y: nn.functional.cross_entropy(z, y), Y, CLASSES,
                    np.asarray, Y),
 }  # fmt: skip
