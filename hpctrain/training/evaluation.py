@@ -24,6 +24,7 @@ from hpctrain.gradients.blocks import add_in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn.metrics import BoundMetrics, Metric, auc, bind
 from hpctrain.nn.metrics.scores import Task
+from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 GATHERED_BYTES = 64 << 20  #: of columns of scores gathered at once; one column at least
@@ -75,6 +76,19 @@ def bind_metrics(
     if not metrics or samples is None:
         return NO_METRICS
     return bind(metrics, model.loss, *model.metric_example(samples))
+
+
+def bind_on_ranks(
+    world: World, metrics: Sequence[str | Metric], model: Any, samples: Samples | None
+) -> BoundMetrics:
+    """Return `metrics` for a model and a set; collective.
+
+    Raises UsageError on all ranks for one that does not fit, or if ranks have others.
+    """
+    bound = world.on_all_ranks(lambda: bind_metrics(metrics, model, samples))
+    sizes_text = f"{bound.count_size} counts and {bound.sum_size} sums"
+    world.must_agree(f"{[*bound.names]} with {sizes_text}", "metrics")
+    return bound
 
 
 class Evaluation:

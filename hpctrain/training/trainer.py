@@ -30,7 +30,7 @@ from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.training import orders, split_model
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
-from hpctrain.training.evaluation import Evaluation, bind_metrics
+from hpctrain.training.evaluation import Evaluation, bind_on_ranks
 from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica
 from hpctrain.training.fit import Fit, FitSegment, RunOrigin
 from hpctrain.training.fit_call import run_segment
@@ -273,8 +273,7 @@ class Trainer:
 
     def _evaluation(self, samples: Samples | None) -> Evaluation:
         """Return the evaluation of `samples`, None for no set, with the metrics; collective."""
-        bind = partial(bind_metrics, self._metrics, self.replica.model, samples)
-        bound = self.world.on_all_ranks(bind)
+        bound = bind_on_ranks(self.world, self._metrics, self.replica.model, samples)
         return Evaluation(self.engine, bound, self.blocks, logs=self.world.rank == 0)
 
     def predict(self, x: Any) -> np.ndarray:

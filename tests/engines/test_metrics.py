@@ -278,6 +278,33 @@ def test_metrics_that_do_not_fit_are_refused_before_training(kind):
         run_on("threads", 2, body)
 
 
+def own_metric(size):
+    return ht.metrics.Metric("own", lambda o, t: {"n": np.ones(size)}, lambda sums: 1.0)
+
+
+DIFFERENT = {
+    "none": (["confusion"], [], r"rank 0 has \['confusion'\] .* rank 1 has \[\] with 2 counts"),
+    "order": (["auc", "f1_macro"], ["f1_macro", "auc"], r"rank 1 has \['f1_macro', 'auc'\]"),
+    "sums": ([own_metric(1)], [own_metric(2)], r"and 1 sums, but rank 1 .* and 2 sums"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fits", [False, True])
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_other_metrics_on_other_ranks_are_refused(kind, fits):
+    first, second, message = DIFFERENT[kind]
+
+    def body(world):
+        names = second if world.rank else first
+        with Trainer(model("classes"), "sgd", world=world, metrics=names) as trainer:
+            if fits:
+                return trainer.fit(samples("classes"), steps=1, evaluate=samples("classes"))
+            return trainer.evaluate(samples("classes"))
+
+    with pytest.raises(UsageError, match="metrics must be the same on all ranks; .*" + message):
+        run_on("threads", 2, body)
+
+
 def test_a_confusion_of_many_classes_is_refused():
     with pytest.raises(UsageError, match="at most 256 classes, but the model has 257 classes"):
         counts.bind_confusion(Task(257, 1), "confusion")
