@@ -89,7 +89,7 @@ def _make_callbacks(segment: FitSegment, resume: bool) -> Callbacks:
     """Return the callbacks; raise UsageError for arguments that do not fit."""
     fit, replica, sampler, test = segment.fit, segment.replica, segment.sampler, segment.test
     training = orders.samples_to_check(fit.train, sampler)
-    check_sets(replica.model, replica.loss, training=training, test=test)
+    check_sets(replica.model, replica.loss, training=training)
     run_loggers.check(fit.loggers, segment.run, is_new=not resume)
     check_metrics(segment.evaluation, fit.callbacks, fit.checkpoints.keep_best, test is not None)
     if fit.micro_batches > 1 and replica.normalizes_batch:

@@ -235,6 +235,7 @@ class Trainer:
         def make_sampler() -> Sampler:
             ranks, samples = self.mesh.data.size, len(order_of(fit.train) or fit.train)
             engines.must_fit(self.engine_options, ranks, fit.batch, samples)
+            check_sets(self.replica.model, self.replica.loss, test=test)  # before its metrics
             return Sampler.of(fit.train, fit.batch, fit.seed)
 
         return FitSegment(

@@ -239,7 +239,10 @@ def test_metrics_of_outputs_that_are_not_finite_are_none():
 REGRESSION = {"loss": "mean_squared_error", "y": np.linspace(0, 1, 6)}
 CLASSIFIED = {"y": np.arange(6) % 3, "loss": "cross_entropy"}
 LABELLED = {"y": np.eye(3, dtype=int), "loss": "binary_cross_entropy"}
+NAMED = {"y": {"a": np.zeros(2, int), "b": np.zeros(2, int)}, "loss": "cross_entropy"}
 REFUSED = {
+    "one-hot": (["auc"], {"y": np.eye(3), "loss": "cross_entropy"}, "test set: "),
+    "by name": (["auc"], NAMED, "test set: "),
     "unknown": (["aux"], CLASSIFIED, "metrics: unknown metric 'aux'; did you mean 'auc'?"),
     "no list": ("auc", CLASSIFIED, "expected a list, such as .*, seen 'auc'"),
     "no name": ([3], CLASSIFIED, "metrics: unknown metric '3'"),
