@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from functools import cache
 
@@ -259,6 +260,8 @@ REFUSED = {
                       "expected one metric of the name 'a'"),
     "its sums fail": ([ht.metrics.Metric("a", lambda o, t: {"n": o.nothing}, len)], CLASSIFIED,
                       "metric 'a': AttributeError: .*nothing"),
+    "its finish fails": ([ht.metrics.Metric("a", lambda o, t: {"n": 1}, lambda s: s["m"])],
+                         CLASSIFIED, "metric 'a': KeyError: 'm'"),
     "no sums": ([ht.metrics.Metric("a", lambda o, t: {}, len)], CLASSIFIED, "seen none"),
     "its value": ([ht.metrics.Metric("a", lambda o, t: {"n": 1}, str)], CLASSIFIED,
                   "expected a number or None from `finish`, seen a str"),
@@ -327,18 +330,19 @@ def test_a_metric_of_the_users_own(ranks):
 
     metric = ht.metrics.Metric("mean_error", sums, finish)
     never = ht.metrics.Metric("never", lambda o, t: {"n": 0}, lambda sums: 1 / int(sums["n"]))
+    log = ht.metrics.Metric("log", lambda o, t: {"n": 0}, lambda sums: math.log(sums["n"]))
     x = np.linspace(-1, 1, 29)[:, None]
 
     def body(world):
         built = nn.Model([nn.Linear(1)], 1, "mean_squared_error")
-        with Trainer(built, "sgd", world=world, metrics=[metric, never]) as trainer:
+        with Trainer(built, "sgd", world=world, metrics=[metric, never, log]) as trainer:
             trainer.fit((x, x[:, 0]), steps=3, evaluate=(x, x[:, 0]))
             errors = abs(trainer.predict(x) - x)
             return trainer.summary, float(errors.mean())
 
     for summary, expected in ranks(body):
         assert summary["test_mean_error"] == pytest.approx(expected, rel=1e-5)
-        assert summary["test_never"] is None
+        assert summary["test_never"] is None and summary["test_log"] is None
 
 
 def test_without_a_test_set_metrics_are_said_to_be_unused(caplog):

@@ -32,7 +32,8 @@ class Metric:
     `sums(outputs, targets)` gets the model's outputs (n, ...) and the targets of some samples, as
     NumPy arrays, and returns numbers or arrays by name, whose shapes do not depend on n. They are
     added in float64 over all samples and ranks. `finish(sums)` returns the value, a number, or
-    None where it is not defined; a ZeroDivisionError or an `UndefinedError` says so, too.
+    None where it is not defined; an ArithmeticError or a ValueError, as of math.log(0), says so,
+    too.
     """
 
     name: str
@@ -92,7 +93,14 @@ def bind_own(metric: Metric, outputs: np.ndarray, targets: Any) -> Summand:
     def finish(total: np.ndarray) -> Value:
         ends = np.cumsum([prod(shape) for shape in shapes.values()])[:-1]
         parts = zip(shapes.items(), np.split(total, ends), strict=True)
-        value = metric.finish({n: x.reshape(shape)[()] for (n, shape), x in parts})
+        try:
+            value = metric.finish({n: x.reshape(shape)[()] for (n, shape), x in parts})
+        except ArithmeticError:
+            raise
+        except ValueError as error:
+            raise UndefinedError(error) from error
+        except Exception as error:
+            raise _failed(metric, error) from error
         if value is not None and not isinstance(value, int | float | np.number):
             raise UsageError(
                 f"metric '{metric.name}': expected a number or None from `finish`, seen a "
@@ -108,7 +116,11 @@ def _own_sums(metric: Metric, outputs: np.ndarray, targets: Any) -> dict[str, np
         sums = metric.sums(outputs, targets)
         arrays = {name: np.asarray(x, np.float64) for name, x in sums.items()}
     except Exception as error:
-        raise UsageError(f"metric '{metric.name}': {type(error).__name__}: {error}") from error
+        raise _failed(metric, error) from error
     if not arrays:
         raise UsageError(f"metric '{metric.name}': expected sums by name from `sums`, seen none")
     return arrays
+
+
+def _failed(metric: Metric, error: Exception) -> UsageError:
+    return UsageError(f"metric '{metric.name}': {type(error).__name__}: {error}")
