@@ -16,11 +16,17 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+_HUGGING_FACE = "hpctrain.data.formats.hugging_face"
+
 #: class of the objects -> our module, with a function `as_model` or `as_samples`
 MODELS = {("torch.nn.modules.module", "Module"): "hpctrain.torch.modules.model"}
 SAMPLES = {
     ("torch.utils.data.dataset", "Dataset"): "hpctrain.torch.modules.samples",
     ("torch.utils.data.dataloader", "DataLoader"): "hpctrain.torch.modules.samples",
+    ("datasets.arrow_dataset", "Dataset"): _HUGGING_FACE,
+    ("datasets.dataset_dict", "DatasetDict"): _HUGGING_FACE,
+    ("datasets.dataset_dict", "IterableDatasetDict"): _HUGGING_FACE,
+    ("datasets.iterable_dataset", "IterableDataset"): _HUGGING_FACE,
 }
 
 
@@ -32,10 +38,13 @@ def as_model(value: Any) -> Any:
     return module and module.as_model(value)
 
 
-def as_samples(value: Any) -> Any:
-    """Return `value` as Samples; None unless another framework made this data set."""
+def as_samples(value: Any, finite: bool = True) -> Any:
+    """Return `value` as Samples; None unless another framework made this data set.
+
+    `finite`: values that are not finite are an error when they are read, where Samples tell.
+    """
     module = _find_module(SAMPLES, value)
-    return module and module.as_samples(value)
+    return module and module.as_samples(value, finite)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from hpctrain.data.sampler import EpochOrder, Sampler, dropped_batch, order, ord
 
 if TYPE_CHECKING:
     from hpctrain.data.digit_images import DigitsOptions, MnistOptions
+    from hpctrain.data.formats.hugging_face import HuggingFaceSamples
     from hpctrain.data.formats.options import (
         Hdf5Options,
         HuggingFaceOptions,
@@ -42,6 +43,7 @@ __all__ = [
     "EpochOrder",
     "Hdf5Options",
     "HuggingFaceOptions",
+    "HuggingFaceSamples",
     "IdxOptions",
     "MnistOptions",
     "NpyOptions",
@@ -92,6 +94,7 @@ __getattr__ = lazy_names(
         "FunctionData": "from_function",
         "Hdf5Options": "formats.options",
         "HuggingFaceOptions": "formats.options",
+        "HuggingFaceSamples": "formats.hugging_face",
         "IdxOptions": "idx",
         "MnistOptions": "digit_images",
         "NpyOptions": "npy",

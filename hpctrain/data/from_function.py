@@ -44,7 +44,7 @@ class FunctionData:
 def _as_dataset(value: Any, source: str, finite: bool) -> Samples:
     if isinstance(value, Samples):
         return value
-    if (samples := frameworks.as_samples(value)) is not None:
+    if (samples := frameworks.as_samples(value, finite)) is not None:
         return samples
     if not isinstance(value, tuple) or len(value) != 2:
         raise UsageError(

@@ -70,8 +70,8 @@ def as_samples(samples: Any, name: str, finite: bool = True) -> Samples:
     """Return `samples`, or the Dataset of a pair (x, y) of arrays or trees of arrays."""
     if isinstance(samples, Samples):
         return samples
-    if (torch_samples := frameworks.as_samples(samples)) is not None:
-        return torch_samples
+    if (guest_samples := frameworks.as_samples(samples, finite)) is not None:
+        return guest_samples
     if isinstance(samples, (tuple, list)) and len(samples) == 2:
         x, y = map_arrays(np.asarray, tuple(samples))
         return Dataset(x, y, finite)

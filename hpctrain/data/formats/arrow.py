@@ -119,6 +119,25 @@ def _probe_column(field: Any, first: Any, source: str, extra: str) -> Column:
     return Column(name, place, shape, dtype, partial(_numbers, shape, place))
 
 
+def take_rows(batches: Sequence[Any], ends: np.ndarray, rows: np.ndarray) -> Any:
+    """Return the Arrow table of `rows`, increasing, each once, of record batches.
+
+    `ends` (batches,): the row behind each batch. Arrow's own `take` of a table would first join its
+    batches, that is copy the table. Adjacent rows stay in place.
+    """
+    import pyarrow
+
+    numbers, starts = np.unique(np.searchsorted(ends, rows, side="right"), return_index=True)
+    pieces = []
+    for number, own in zip(numbers.tolist(), np.split(rows, starts[1:]), strict=True):
+        batch = batches[number]
+        own = own - (ends[number] - batch.num_rows)
+        is_adjacent = own[-1] - own[0] < len(own)
+        piece = batch.slice(int(own[0]), len(own)) if is_adjacent else batch.take(indexes(own))
+        pieces.append(piece)
+    return pyarrow.Table.from_batches(pieces)
+
+
 def indexes(rows: np.ndarray) -> Any:
     """Return `rows`, int64 (n,), as Arrow's array; its own conversion would import pandas."""
     import pyarrow

@@ -81,8 +81,11 @@ class TorchSamples:
         return self._options.describe_unused(batch) if self._options else ""
 
 
-def as_samples(value: DataLoader[Any] | Dataset[Any]) -> TorchSamples:
-    """Return the Samples of a data set, or of a loader with its sampler and options."""
+def as_samples(value: DataLoader[Any] | Dataset[Any], finite: bool = True) -> TorchSamples:
+    """Return the Samples of a data set, or of a loader with its sampler and options.
+
+    Their values are not checked, whatever `finite` says.
+    """
     if isinstance(value, DataLoader):
         reader = RowReader(value.dataset, value.collate_fn)
         return TorchSamples(reader, read_options(value, reader))
