@@ -36,15 +36,12 @@ def list_keys(path: Path) -> list[str]:
 
 def _open(path: Path) -> Any:
     parquet = load_library("pyarrow.parquet", "parquet")
-    source = open_regular(path, NAMED)
-    try:
-        with faults_of(str(path), _EXPECTED):
-            file = parquet.ParquetFile(source)
-            file.schema_arrow  # noqa: B018 (it is parsed here)
-            return file
-    except UsageError:
-        source.close()
-        raise
+    pyarrow = load_library("pyarrow", "parquet")
+    # By descriptor, which Arrow's threads read without the interpreter: they may outlive it.
+    with open_regular(path, NAMED) as source, faults_of(str(path), _EXPECTED):
+        file = parquet.ParquetFile(pyarrow.OSFile(f"/proc/self/fd/{source.fileno()}"))
+        file.schema_arrow  # noqa: B018 (it is parsed here)
+        return file
 
 
 def _probe_columns(path: Path, file: Any, key: arrow.Key) -> Part:
