@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
@@ -23,6 +24,7 @@ from hpctrain.transport.machine import versions
 from hpctrain.world import current_world
 
 PROJECT = "hpctrain"  #: of a run without a recipe
+_own_feeds = threading.local()  #: of loops of the user's own, by place; a rank may be a thread
 
 
 @dataclass(eq=False)
@@ -71,7 +73,13 @@ class Logger:
             job: dict[str, Any] = {"versions": versions()}
             if world is not None:
                 job |= {"world_size": world.size, "hosts": sorted(set(world.hosts))}
-            self._feed = self._open(self.target(None, {"job": job}))
+            target, own_feeds = self.target(None, {"job": job}), vars(_own_feeds)
+            place = str(target.folder / self.kind)
+            if place in own_feeds and own_feeds[place].is_open:
+                raise UsageError(
+                    f"{self}: two loggers write to {place}; give each its folder, or close one"
+                )
+            self._feed = own_feeds[place] = self._open(target)
             self._feed.begin(step - 1)
             atexit.register(self.close)
         elif step < self._step:

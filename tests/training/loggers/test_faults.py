@@ -153,6 +153,12 @@ def test_events_after_one_that_found_no_room_are_read(tmp_path, monkeypatch):
     assert len(values) == 6 and values[-1] == (7, 7.0)
 
 
+def log_twice(first, second):
+    with first:
+        first.log({"x": 1}, 1)
+        second.log({"x": 1}, 1)
+
+
 WRONG = {
     "folder": (lambda path: CSV(3), "folder: expected a path, seen 3"),
     "config": (lambda path: CSV(path, config={"x": {1}}), "config: expected a dict of JSON"),
@@ -162,6 +168,7 @@ WRONG = {
     "no folder": (lambda path: CSV().log({"x": 1}, 1), "ht.loggers.CSV needs a folder"),
     "fit without": (lambda path: fit([CSV()]), "ht.loggers.CSV needs a folder"),
     "two": (lambda path: fit([CSV(path), CSV(path)]), "two loggers write to"),
+    "two in a loop": (lambda path: log_twice(CSV(path), CSV(path)), "two loggers write to"),
     "another run": (lambda path: (path / "csv").mkdir() or fit([CSV(path)]), "holds another run"),
 }
 
