@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import operator
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -64,8 +66,7 @@ class Logger:
         world = current_world()
         if (launchers.launched(os.environ).rank if world is None else world.rank) > 0:
             return
-        if not isinstance(step, int) or step < 1:
-            raise UsageError(f"{self}.log: step: expected 1 or more, seen {brief(step)}")
+        step = _as_step(step, self)
         if "step" in values:
             raise UsageError(f"{self}.log: 'step' is the number of the step; name the value else")
         numbers = {name: _as_float(value, name) for name, value in values.items()}
@@ -188,6 +189,16 @@ def require(kind: str, packages: Sequence[str]) -> None:
         raise UsageError(
             f"logger '{kind}' needs {', '.join(missing)}; run: pip install 'hpctrain[{kind}]'"
         )
+
+
+def _as_step(value: Any, logger: Logger) -> int:
+    with suppress(TypeError):
+        if (step := operator.index(value)) > 0:
+            return step
+    raise UsageError(
+        f"{logger}.log: step: expected 1 or more, as an integer, seen {brief(value)} of type "
+        f"{type(value).__name__}"
+    )
 
 
 def _as_float(value: Any, name: str) -> float:

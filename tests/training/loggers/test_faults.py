@@ -163,7 +163,11 @@ WRONG = {
     "folder": (lambda path: CSV(3), "folder: expected a path, seen 3"),
     "config": (lambda path: CSV(path, config={"x": {1}}), "config: expected a dict of JSON"),
     "value": (lambda path: CSV(path).log({"x": "1"}, 1), "'x': expected a number, seen '1'"),
-    "step": (lambda path: CSV(path).log({"x": 1}, 0), "step: expected 1 or more, seen 0"),
+    "step": (
+        lambda path: CSV(path).log({"x": 1}, 0),
+        "step: expected 1 or more, as an integer, seen 0",
+    ),
+    "float step": (lambda path: CSV(path).log({"x": 1}, 2.0), r"seen 2\.0 of type float"),
     "named step": (lambda path: CSV(path).log({"step": 1}, 1), "'step' is the number of the step"),
     "no folder": (lambda path: CSV().log({"x": 1}, 1), "ht.loggers.CSV needs a folder"),
     "fit without": (lambda path: fit([CSV()]), "ht.loggers.CSV needs a folder"),

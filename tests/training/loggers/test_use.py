@@ -6,6 +6,7 @@ import json
 import os
 from importlib import util
 
+import numpy as np
 import pytest
 import trackers
 from click.testing import CliRunner
@@ -72,7 +73,7 @@ def test_a_loop_that_goes_back_and_starts_again_is_one_curve(kind, tmp_path):
         logger.log({"extra": step}, step)
     logger.close()
     with LOGGERS[kind](tmp_path / "run", config={"rate": 0.25}) as again:
-        for step in [3, 4, 5]:
+        for step in np.arange(3, 6):
             again.log({"loss": step / 4}, step)
     contents = trackers.read(kind, tmp_path / "run")
     steps = {1: 0.5, 2: 1.0, 3: 0.75, 4: 1.0, 5: 1.25}
