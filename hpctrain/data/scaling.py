@@ -104,6 +104,14 @@ class ScaledSamples(DerivedSamples):
         return self.scale.apply(x), y
 
 
+def scale_of(samples: Samples) -> Scale | None:
+    """Return the scale of samples that are scaled when they are read; None for others."""
+    part: object = samples
+    while isinstance(part, DerivedSamples) and not isinstance(part, ScaledSamples):
+        part = part.samples
+    return part.scale if isinstance(part, ScaledSamples) else None
+
+
 def scale_split(split: Split, scale: Scale) -> Split:
     """Return `split` with both sets scaled, where `scale` changes them."""
 

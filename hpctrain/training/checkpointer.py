@@ -35,7 +35,7 @@ class Checkpointer:
         origin = segment.fit.origin
         self._about: dict[str, Any] = {  # facts of model, data and callbacks for checkpoints
             "model": {"input_shape": replica.model.input_shape, "outputs": origin.outputs},
-            **({"scale": origin.scale.as_json()} if origin.scale else {}),
+            **({"scale": scale.as_json()} if (scale := segment.fit.scale) else {}),
             **({"class_weights": origin.class_weights} if origin.class_weights else {}),
             "callbacks": callbacks.saved,  # which changes with each row
         }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead
-from hpctrain.data.scaling import Scale
+from hpctrain.data.scaling import Scale, scale_of
 from hpctrain.engines import Engine
 from hpctrain.nn.metrics import Metric
 from hpctrain.optim.optimizer import Schedule
@@ -62,6 +62,11 @@ class Fit:
     def name(self) -> str:
         """The name of the run."""
         return self.origin.recipe.run.name if self.origin.recipe else "training"
+
+    @property
+    def scale(self) -> Scale | None:
+        """The scale of the samples, for checkpoints: the recipe's, or the scale of `train`."""
+        return self.origin.scale if self.origin.recipe else scale_of(self.train)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hpctrain import checkpoint
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
+from hpctrain.data import unwrap
 from hpctrain.training import orders, run_facts
 from hpctrain.training.arguments import check_sets
 from hpctrain.training.callbacks import Callbacks, check_metrics
@@ -133,7 +134,11 @@ def _log_start(segment: FitSegment) -> None:
     start = run_facts.describe_start(mesh, segment.engine, batch)
     mesh_text = run_facts.describe_mesh(mesh, batch)
     if segment.world.rank == 0:
-        steps, run = segment.total_steps, segment.run
+        fit, steps, run = segment.fit, segment.total_steps, segment.run
+        if fit.scale and fit.origin.recipe is None:  # a recipe's is announced with its data
+            samples = unwrap(fit.train)
+            x, _ = samples.rows(np.arange(0))
+            log.info("[data] scale: %s", fit.scale.describe(x.dtype, len(samples)))
         log.info("%s: %s, %d steps; folder: %s", segment.fit.name, start, steps, run)
         if mesh_text:
             log.info("pipeline: %s", mesh_text)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data import Samples, SelectedSamples, order_of
-from hpctrain.data.scaling import Scale, ScaledSamples
+from hpctrain.data.scaling import Scale, ScaledSamples, scale_of
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.nn.metrics import check_metrics
@@ -46,7 +46,7 @@ class TrainedModel:
         Samples that the `load` of a data set has scaled are not scaled again.
         """
         samples = as_samples(samples, "evaluate")
-        if self.scale.rule != "none" and not isinstance(samples, ScaledSamples):
+        if self.scale.rule != "none" and scale_of(samples) is None:
             samples = ScaledSamples(samples, self.scale)
         if (order := order_of(samples)) is not None:
             samples = SelectedSamples(samples, order.indexes(0, 0))

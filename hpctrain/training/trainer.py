@@ -265,7 +265,7 @@ class Trainer:
         return f"Trainer({self.replica.model!r}, {self.engine_options!r}, {self.world!r})"
 
     def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, Any]:
-        """Return the metrics over all samples, as {"loss": 0.31, "accuracy": 0.93}; collective."""
+        """Return the metrics over all samples, scaled as in `fit`: {"loss": 0.31}; collective."""
         samples = orders.select(self.world, as_samples(samples, "evaluate"), self.seed)
         model, loss = self.replica.model, self.replica.loss
         self.world.on_all_ranks(lambda: check_sets(model, loss, evaluated=samples))
@@ -280,8 +280,8 @@ class Trainer:
     def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), such as logits (n, classes).
 
-        Each rank computes the outputs for its own `x`. Collective: with some engines the ranks
-        first agree on one model.
+        Each rank computes the outputs for its own `x`, scaled as in `fit`. Collective: with some
+        engines the ranks first agree on one model.
         """
         self.engine.settle()
         return self.replica.predict(x)

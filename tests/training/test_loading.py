@@ -15,10 +15,11 @@ from hpctrain import nn
 from hpctrain.commands.checkpoint import evaluate
 from hpctrain.core.errors import BadSampleError, UsageError
 from hpctrain.core.run_files import run_folder
-from hpctrain.data import Dataset, read
+from hpctrain.data import Dataset, ReadOptions, ReadSamples, read
 from hpctrain.data.scaling import BLOCKS, Scale, block_moments, scale_from
 from hpctrain.training import loading, recipe, runs
 from hpctrain.training.fit import RunOrigin
+from hpctrain.training.trainer import Trainer
 
 RNG = np.random.default_rng(0)
 N = 150
@@ -166,6 +167,32 @@ def test_an_older_checkpoint_goes_on_with_its_own_rule(tmp_path, monkeypatch, ki
     assert evaluated(run)["test_loss"] == evaluated(run)["test_loss"]
     assert runs.load(run).scale.rule == rule
     assert train(table, run, resume=True, **keys)["params_sha256"] == whole["params_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "text"),
+    [
+        (COLUMNS, {"scale": "standard"}, "each of 4 columns minus its mean"),
+        (IMAGES, {"shift": 1}, "uint8 samples are divided by 255 (auto)"),
+    ],
+)
+def test_a_run_of_a_trainer_keeps_the_scale_of_its_samples(tmp_path, caplog, x, options, text):
+    """The loaded model takes samples as in the file; scaled ones, however read, are not again."""
+    caplog.set_level("INFO", "hpctrain")
+    split = read({**write(tmp_path, "npz", x), **options}).load(0)
+    model = nn.Model([nn.Flatten(), nn.Linear(3)], x.shape[1:])
+    train_set = ReadSamples(split.train, ReadOptions())
+
+    def fit(world):
+        with Trainer(model, "adamw", world=world) as trainer:
+            trainer.fit(train_set, steps=2, batch=30, out=tmp_path / "run")
+            return trainer.evaluate(split.test)
+
+    (metrics,) = run_on("threads", 1, fit)
+    trained = runs.load(tmp_path / "run", model=model)
+    raw, read_again = (x, Y.astype(np.int64)), ReadSamples(split.test, ReadOptions())
+    assert metrics == trained.evaluate(raw) == trained.evaluate(read_again)
+    assert f"[data] scale: {text}" in caplog.text
 
 
 def test_tokens_of_bytes_are_no_images(tmp_path):
