@@ -64,7 +64,7 @@ OPENED = {
     "tools/bench/base.py": NAMED, "cluster/program.py": NAMED, "commands/_options.py": NAMED,
     "commands/doctor.py": NAMED, "data/text.py": NAMED,
     "tools/doctor/job/examine.py": NAMED,
-    "data/digit_images.py": PACKAGES, "tuning/table.py": PACKAGES,
+    "tuning/table.py": PACKAGES,
     "cluster/slurm/submit.py": PACKAGES,
     "cluster/launch.py": KERNEL, "hardware/pci.py": KERNEL,
     "training/stragglers.py": KERNEL, "transport/placement/core_binding.py": KERNEL,

@@ -54,8 +54,11 @@ class CsvTracker(Tracker):
     def _cut_last_row(self) -> None:
         count = len(_lines(self._columns, [self._last_row]).encode())
         self._last_row = {}
-        with open(opening.open_file(self._path, os.O_RDWR, 2), "r+b") as file:
-            file.truncate(os.fstat(file.fileno()).st_size - count)
+        descriptor = opening.open_file(self._path, os.O_RDWR, 2)
+        try:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - count)
+        finally:
+            os.close(descriptor)
 
     def _write_about(self, summary: Mapping[str, Any] | None) -> None:
         about = {"config": self.target.config, "summary": summary}
