@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from hpctrain import nn
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import RecoveryError, UsageError
 from hpctrain.engines.engine import Times
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.precision import make_replica as make_whole_replica
@@ -107,6 +107,23 @@ def make_replica(
     if init is not None:
         weights.warm_start(world, replica.arena, Path(init))
     return ranks, replica
+
+
+def announce_reset(world: World, unit: int) -> None:
+    """Announce what a rebuilt engine lacks of an earlier training, after which ranks were lost.
+
+    Raises RecoveryError where `unit` ranks hold a replica together: they lack its parameters.
+    """
+    if unit > 1:
+        raise RecoveryError(
+            "lost a rank before this call took over the layers that an earlier fit had trained; "
+            "start the job again, with fit(out=..., resume=True) to go on from a checkpoint"
+        )
+    if world.rank == 0:
+        log.warning(
+            "the state of the optimizer after an earlier fit is lost with a rank: it begins anew, "
+            "unless fit resumes from a checkpoint; the parameters are kept"
+        )
 
 
 class StageWait:

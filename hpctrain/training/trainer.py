@@ -119,11 +119,14 @@ class Trainer:
         self.blocks = engines.blocks_of(engine, self.engine.workers)
         self._built_on = self.mesh.everyone
 
-    def _rebuild(self, world: World, restores: bool) -> None:
+    def _rebuild(self, world: World, restores: bool, has_steps: bool) -> None:
         """Build the engine for `world`, the ranks that are left after a loss; collective.
 
-        Raises RecoveryError if they are too few.
+        `restores`, `has_steps`: whether ranks hold a state of this call of fit, and whether it has
+        taken steps. Raises RecoveryError if ranks are too few, or have lost an earlier training.
         """
+        if self.summary is not None and not (restores or has_steps):
+            split_model.announce_reset(world, self._unit)
         if self._built_on is not None:
             with suppress(TransportError):  # its threads end, whatever its links
                 self.engine.close()
@@ -220,7 +223,8 @@ class Trainer:
         if world.is_spare:
             return survival.sleep()
         if world is not self._built_on:
-            self._rebuild(world, survival.reader is not None)
+            has_steps = survival.recoveries.last_step > 0
+            self._rebuild(world, survival.reader is not None, has_steps)
         summary = run_segment(self._make_segment(fit, survival.run), survival, catch_signals)
         survival.end({"summary": summary})
         return summary

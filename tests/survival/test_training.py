@@ -353,9 +353,17 @@ def test_initial_weights_outlive_a_loss_before_the_first_step(pipe, train_both, 
 
 
 @pytest.mark.parametrize("use", [hash_of_b])
-def test_a_trained_model_outlives_a_loss_in_the_fit_of_another(use, train_both):
+def test_a_trained_model_outlives_a_loss_in_the_fit_of_another(use, train_both, caplog):
     expected = train_both(None, use)
+    assert "begins anew" not in caplog.text
     assert train_both("_end_interval", use) == expected
+    assert caplog.text.count("the state of the optimizer after an earlier fit is lost") == 1
+
+
+@pytest.mark.parametrize("use", [hash_of_b])
+def test_trained_layers_lost_in_the_fit_of_another_are_an_error(use, train_both):
+    with pytest.raises(RecoveryError, match="start the job again, with fit.*resume=True"):
+        train_both("_end_interval", use, pipe=2)
 
 
 def train_with(callbacks, victim, spares, out, kills):
