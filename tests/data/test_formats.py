@@ -33,6 +33,8 @@ SAMPLES = {
     "images": NUMBERS.integers(0, 255, (N, 5, 6)).astype("u1"),
     "int16": NUMBERS.integers(-99, 99, (N, 4)).astype("i2"),
 }
+FULL = pytest.mark.full  # seconds, of imports and of processes
+NAMES = [pytest.param(name, marks=[FULL] * (name == "huggingface")) for name in WRITERS]
 ORDERS = ([7, 0, 49, 7, 20], [*range(N)], [], [49, 48, 3])
 
 
@@ -46,7 +48,7 @@ def refused(act, message: str, error_class=UsageError) -> None:
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_are_as_written(tmp_path, name, kind):
     x = SAMPLES[kind]
     train = load(write(name, tmp_path, x, Y), scale="none").train
@@ -61,7 +63,7 @@ def test_rows_are_as_written(tmp_path, name, kind):
     assert train.chunk_rows == (ROWS if name in chunked else None)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_share_divides_a_set_by_seed_alone(tmp_path, name):
     x, table = SAMPLES["float32"], write(name, tmp_path, SAMPLES["float32"], Y)
     train, test, _ = load(table, test_share=0.3)
@@ -149,12 +151,16 @@ def test_only_blocks_in_use_are_decoded_and_few_are_kept(monkeypatch):
 
 
 def test_sets_by_name(tmp_path):
+    table = write("hdf5", tmp_path, SAMPLES["float32"], Y)
+    named = load(table, x_test="in/x", y_test="y")
+    assert len(named.test) == N and len(load(table, test_path=table["path"]).test) == N
+
+
+@FULL
+def test_splits_of_hugging_face_by_name(tmp_path):
     import datasets
 
     x = SAMPLES["float32"]
-    table = write("hdf5", tmp_path, x, Y)
-    named = load(table, x_test="in/x", y_test="y")
-    assert len(named.test) == N and len(load(table, test_path=table["path"]).test) == N
     features = datasets.Features({
         "x": datasets.Sequence(datasets.Value("float32"), length=4),
         "y": datasets.ClassLabel(names=["a", "b", "c", "d"]),
@@ -329,8 +335,8 @@ FILES = [
     ("webdataset", "d-00007.tar"),
     ("zarr", "d.zarr/zarr.json"),
     ("zarr", "d.zarr/x/zarr.json"),
-    ("huggingface", "d/train/state.json"),
-    ("huggingface", "d/train/data-00000-of-00001.arrow"),
+    pytest.param("huggingface", "d/train/state.json", marks=FULL),
+    pytest.param("huggingface", "d/train/data-00000-of-00001.arrow", marks=FULL),
 ]
 
 
@@ -363,6 +369,7 @@ def test_chunks_that_are_damaged_are_named_when_they_are_read(tmp_path, name):
             train.rows(np.array([i, 49]))
 
 
+@FULL
 def test_a_file_that_another_process_writes_to_is_refused(tmp_path):
     table = write("hdf5", tmp_path, SAMPLES["float32"], Y)
     script = f"import h5py; f = h5py.File({table['path']!r}, 'r+'); print(1, flush=True); input()"
@@ -394,6 +401,7 @@ else:
 """
 
 
+@FULL
 def test_hdf5_does_not_cross_a_fork(tmp_path):
     table = write("hdf5", tmp_path, SAMPLES["float32"], Y)
     command = [sys.executable, "-c", FORKED, table["path"]]
