@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from hpctrain.core import launchers
+from hpctrain.core import launchers, opening
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 from hpctrain.training.loggers.feed import END_S, Feed
@@ -25,6 +25,7 @@ from hpctrain.training.loggers.tracker import Target, Tracker
 from hpctrain.transport.machine import versions
 from hpctrain.world import current_world
 
+EXPORTED = ".exported"  #: in a tracker's folder: `runs export` or `follow` has written it
 PROJECT = "hpctrain"  #: of a run without a recipe
 _own_feeds = threading.local()  #: of loops of the user's own, by place; a rank may be a thread
 
@@ -139,6 +140,8 @@ class Logger:
 
     def _open(self, target: Target) -> Feed:
         target.folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            opening.remove(target.folder / self.kind / EXPORTED, 2)
         return Feed(self.make_tracker(target))
 
 

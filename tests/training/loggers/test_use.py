@@ -189,6 +189,20 @@ def test_a_log_that_ends_before_its_run_is_not_finished(end, tmp_path):
     assert to_mlflow.end_status(summary) == in_mlflow
 
 
+def test_export_is_refused_where_the_running_job_writes(tmp_path):
+    def export():
+        return str(invoke("runs", "export", "--to", "csv", tmp_path).exception)
+
+    make_run(tmp_path, [1])
+    lock = lock_folder(tmp_path)
+    assert [export(), export()] == ["None", "None"]  # the second finds what the first has made
+    with ht.loggers.CSV(tmp_path) as logger:
+        logger.log({"loss": 1.0}, 1)
+        assert "its job runs, and writes to csv itself" in export()
+    os.close(lock)
+    assert export() == "None"
+
+
 def test_follow_sees_rows_that_a_resumed_run_replaces(tmp_path):
     from hpctrain.tools.report import history
     from hpctrain.tools.report.export import Export
