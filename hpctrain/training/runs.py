@@ -183,6 +183,8 @@ def count_outputs(spec: Recipe, split: Split) -> int | None:
         return None
     usual_loss = nn.mean_squared_error if targets.dtype.kind == "f" else nn.cross_entropy
     loss = usual_loss if spec.loss is None else nn.LOSSES[spec.loss.kind]
+    if loss is nn.cross_entropy and targets.dtype.kind == "f":
+        raise UsageError(f"[data]: {loss.find_fault(targets, (1,))}")
     outputs = loss.count_outputs(targets)
     if loss is nn.cross_entropy:
         if not has_known_targets(split.train):

@@ -195,6 +195,13 @@ def test_a_run_of_a_trainer_keeps_the_scale_of_its_samples(tmp_path, caplog, x, 
     assert f"[data] scale: {text}" in caplog.text
 
 
+def test_real_targets_are_no_labels(tmp_path):
+    made = spec(write(tmp_path, "npy", COLUMNS, COLUMNS[:, 0]))
+    made = recipe.check(made.tables | {"loss": {"kind": "cross_entropy"}})
+    with pytest.raises(UsageError, match="expected integer class labels, seen float32; convert"):
+        runs.count_outputs(made, loading.load_raw(made))
+
+
 def test_tokens_of_bytes_are_no_images(tmp_path):
     made = spec(write(tmp_path, "npy", IMAGES[:, 0]))
     model = nn.Model([nn.Embedding(256, 4), nn.Flatten(), nn.Linear(3)], (4,))
