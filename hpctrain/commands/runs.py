@@ -44,7 +44,7 @@ It reads the files of the run alone, so it works on a login node while a job tra
 EXPORT_EPILOG = """\b
 Examples:
   hpctrain runs export --to tensorboard runs/* && tensorboard --logdir runs
-  hpctrain runs export --to csv --to mlflow runs/first
+  hpctrain runs export --to csv,mlflow runs/first
   hpctrain runs export --to wandb runs/first && wandb sync runs/first/wandb/offline-run-*
 
 Each tracker needs its extra: pip install 'hpctrain[tensorboard]', 'hpctrain[wandb]' or
@@ -130,8 +130,11 @@ def _to_option(required: bool) -> Callable[[Callable[..., None]], Callable[..., 
         multiple=True,
         required=required,
         metavar="NAME",
+        callback=lambda context, option, texts: tuple(
+            dict.fromkeys(name.strip() for text in texts for name in text.split(","))
+        ),
         shell_complete=complete_choices(("tensorboard", "wandb", "mlflow", "csv")),
-        help="tensorboard, wandb, mlflow or csv: write its files into DIR; may be repeated.",
+        help="tensorboard, wandb, mlflow or csv: write its files into DIR; several with commas.",
     )
 
 
@@ -148,7 +151,7 @@ def export(folders: tuple[Path, ...], names: tuple[str, ...]) -> None:
     from hpctrain.tools.report.export import export as export_run
 
     for run in folders:
-        for name in dict.fromkeys(names):
+        for name in names:
             say(export_run(run, name))
 
 
@@ -167,7 +170,7 @@ def follow(context: click.Context, run: Path, names: tuple[str, ...]) -> None:
     if names:
         from hpctrain.tools.report.export import Export  # late: loads what a training needs
 
-        exports = [Export(run, name) for name in dict.fromkeys(names)]
+        exports = [Export(run, name) for name in names]
 
     def update(rows: list[dict[str, Any]]) -> None:
         for item in exports:

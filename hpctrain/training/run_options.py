@@ -6,7 +6,7 @@ import inspect
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpctrain.core import config
 from hpctrain.core.config import usercode
@@ -25,6 +25,11 @@ def _file_name(name: str) -> str:
     if "/" in name or name.startswith(".") or not name.isprintable():
         raise ValueError("expected a name without '/', control characters and a dot in front")
     return name
+
+
+def _split_names(value: Any) -> Any:
+    """Return the names in a text with commas; any other value as it is."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 @config.options
@@ -81,7 +86,8 @@ class RunOptions(FitOptions):
     epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
     #: "module:function", or the keys of CallbackOptions
     callbacks: list[str | dict[str, Any]] = field(default_factory=list)
-    metrics: list[str] = field(default_factory=list)  #: of the test set; see `ht.metrics`
+    #: of the test set, see `ht.metrics`; also as one text with commas
+    metrics: Annotated[list[str], BeforeValidator(_split_names)] = field(default_factory=list)
     device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Precision = "float32"
 
@@ -157,22 +163,26 @@ class Sizes(NamedTuple):
 
 @config.options
 class LossOptions:
-    """`[loss]`: `kind` is the name of a loss; without the table the model's own loss is used.
+    """`[loss]`: the name of a loss; without the table the model's own loss is used.
 
-    `class_weights`: of cross_entropy, a weight for each class, or "balanced".
+    `class_weights`: of cross_entropy, then the default, a weight for each class, or "balanced".
     """
 
-    kind: str
-    class_weights: list[float | int] | Literal["balanced"] | None = None
+    kind: str = ""
+    class_weights: Any = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for an unknown loss, and for weights that do not fit it."""
-        config.pick(LOSSES, self.kind, "[loss] kind")
+        if not self.kind and self.class_weights is not None:
+            object.__setattr__(self, "kind", "cross_entropy")
+        config.pick(LOSSES, self.kind or None, "[loss] kind")
         if self.class_weights is not None and self.kind != "cross_entropy":
             raise UsageError(
                 f"[loss] class_weights: expected kind = 'cross_entropy', seen '{self.kind}'"
             )
-        if isinstance(self.class_weights, list):
+        if isinstance(self.class_weights, str):
+            config.pick({"balanced": None}, self.class_weights, "[loss] class_weights")
+        elif self.class_weights is not None:
             as_class_weights(self.class_weights, "[loss] class_weights")
 
 

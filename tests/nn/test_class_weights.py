@@ -201,7 +201,9 @@ def test_balanced_weights_are_counted_by_all_ranks_and_kept(tmp_path, caplog):
 REFUSED = {
     "of another loss": (lambda folder: spec(folder, [1.0], kind="mean_squared_error"),
                         r"\[loss\] class_weights: expected kind = 'cross_entropy', seen 'mean_sq"),
-    "a word": (lambda folder: spec(folder, "even"), "class_weights"),
+    "a word": (lambda folder: spec(folder, "balance"), r"\[loss\] class_weights 'balance'; did you "
+               "mean 'balanced'"),
+    "lists": (lambda folder: spec(folder, [[1], [1, 2]]), r"class_weights: expected a number of 0"),
     "negative": (lambda folder: spec(folder, [1.0, -1.0, 1.0]), "a number of 0 or more for each"),
     "all 0": (lambda folder: nn.CrossEntropy([0, 0]), "not all 0"),
     "text": (lambda folder: nn.CrossEntropy("balanced"), "a number of 0 or more for each class"),

@@ -215,11 +215,18 @@ REFUSED = {
 }
 
 
-def test_a_table_of_the_loss_names_it():
+def test_a_table_of_the_loss_names_it_or_weights_of_classes():
     tables = recipe.read_tables("digits") | {"loss": {}}
     with pytest.raises(UsageError, match=r"\[loss\] kind is missing"):
         recipe.check(tables)
-    assert recipe.check(tables | {"loss": {"kind": "mean_squared_error"}}).loss is not None
+    for table in ({"kind": "cross_entropy"}, {"class_weights": "balanced"}):
+        loss = recipe.check(tables | {"loss": table}).loss
+        assert loss is not None and loss.kind == "cross_entropy"
+
+
+@pytest.mark.parametrize("value", ["auc, top-5", '["auc", "top-5"]'])
+def test_metrics_are_a_list_or_a_text_with_commas(value):
+    assert recipe.load("digits", [f"run.metrics={value}"]).run.metrics == ["auc", "top-5"]
 
 
 @pytest.mark.parametrize("wrong", REFUSED)

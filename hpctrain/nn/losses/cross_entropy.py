@@ -110,7 +110,10 @@ class CrossEntropy:
 
 def as_class_weights(weights: Any, place: str) -> tuple[float, ...]:
     """Return the weights of classes; raise UsageError, which begins with `place`, for others."""
-    array = np.asarray(weights)
+    try:
+        array = np.asarray(weights)
+    except ValueError:  # lists of several lengths
+        array = np.zeros(0)
     is_valid = array.ndim == 1 and array.dtype.kind in "fiu" and np.isfinite(array).all()
     if not is_valid or (array < 0).any() or not (array > 0).any():
         raise UsageError(

@@ -137,6 +137,7 @@ def test_export_makes_the_files_and_brings_them_up_to_date(kind, tmp_path):
 REFUSED = {
     "no run": (["--to", "csv", "nowhere"], "nowhere holds no run"),
     "unknown": (["--to", "wandbb", "run"], "unknown logger 'wandbb'; did you mean 'wandb'?"),
+    "unknown of two": (["--to", "csv, wandbb", "run"], "unknown logger 'wandbb'; did you mean"),
     "no rows": (["--to", "csv", "empty"], "expected rows in metrics.jsonl"),
     "no room": (["--to", "csv", "full"], "csv cannot be written: "),
 }
