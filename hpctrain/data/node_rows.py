@@ -12,7 +12,7 @@ decoded once per fill. Beside the slots a piece, and a chunk kept, is all the me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,10 +122,17 @@ def choose_layout(
 
 
 class FillReader:
-    """Reads fills of `samples` into slots; belongs to one thread."""
+    """Reads fills of `samples` into slots, and calls `after_piece`; belongs to one thread."""
 
-    def __init__(self, samples: Samples, sampler: Sampler, layout: SlotLayout):
+    def __init__(
+        self,
+        samples: Samples,
+        sampler: Sampler,
+        layout: SlotLayout,
+        after_piece: Callable[[], None],
+    ):
         self._samples, self._sampler, self._layout = samples, sampler, layout
+        self._after_piece = after_piece
         keeps_chunks = getattr(unwrap(samples), "keeps_chunks", False)
         self._chunk_rows = 1 if keeps_chunks else chunk_rows_of(samples) or 1
 
@@ -148,6 +155,7 @@ class FillReader:
             is_whole = len(sources) == part.stop - part.start  # no sample occurs twice
             for (_, stored), (_, read) in zip(trees.arrays(slot), trees.arrays(rows), strict=True):
                 stored[targets] = read if is_whole else read[sources]
+            self._after_piece()
 
     def _locate_rows(self, steps: range) -> tuple[np.ndarray, np.ndarray]:
         """Return the indexes of the samples of `steps` on this node, and their rows in a slot."""

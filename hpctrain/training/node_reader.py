@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -36,10 +37,12 @@ from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
-FILLED, ENDED, RELEASED = 0, 1, 2  #: counters: fills read, an error, fills released by rank 0, ...
+#: counters: fills read, an error, pieces of fills read, fills released by rank 0, ...
+FILLED, ENDED, PIECES, RELEASED = 0, 1, 2, 3
 NOTE_BYTES = 16 << 10  #: of the text of an error
 OTHER_ERROR, DATA_ERROR = 1, 2  #: the first byte of a note
 RELEASE_NAP_S, OWN_NAP_S = 5e-4, 1e-3
+PROGRESS_PART = 0.25  #: of the limit of a wait, after which a piece that was read restarts it
 
 
 class _Node(NamedTuple):
@@ -96,9 +99,9 @@ class NodeReader:
 
     def _wait(self) -> None:
         """Wait for the fill in use; the reader's error is raised on each rank of its node."""
-        has_come = self._has_come if self._thread is None else self._limit_own_wait()
         wait_for = self._world.link.endpoint.waits.wait_for
-        wait_for(has_come, b"read by the node", self._node.reader)
+        while not self._has_come():  # each wait has the whole limit, and a record of its own
+            wait_for(self._limit_wait(), b"read by the node", self._node.reader)
         if self._counters.read(FILLED) > self._number:
             return
         if self._error is not None:
@@ -112,16 +115,25 @@ class NodeReader:
         read = self._counters.read
         return read(FILLED) > self._number or bool(read(ENDED))
 
-    def _limit_own_wait(self) -> Callable[[], bool]:
-        """Return the condition of the rank that reads: it sleeps, and raises after the limit."""
-        timeout_s = self._segment.fit.options.timeout_s
-        end_s = perf_counter() + timeout_s
+    def _limit_wait(self) -> Callable[[], bool]:
+        """Return the condition of a wait that ends with the fill, or early if the reader goes on.
 
-        def has_come() -> bool:
+        The rank that reads sleeps in it, and raises after the limit.
+        """
+        timeout_s = self._segment.fit.options.timeout_s
+        pieces, start_s = self._counters.read(PIECES), perf_counter()
+
+        def may_end() -> bool:
+            if self._counters.read(PIECES) == pieces:
+                return self._has_come()
+            return self._has_come() or perf_counter() > start_s + PROGRESS_PART * timeout_s
+
+        def may_end_after_nap() -> bool:
+            is_late = perf_counter() > start_s + timeout_s
             with self._changed:  # polls would keep the interpreter's lock from the thread
-                if self._changed.wait_for(self._has_come, OWN_NAP_S):
+                if self._changed.wait_for(may_end, OWN_NAP_S):
                     return True
-            if perf_counter() > end_s:
+            if is_late:
                 raise HpctrainError(
                     f"no batch was read within {timeout_s:g} s by rank {self._node.reader} on "
                     f"{self._world.host}, which reads {describe(self._segment.fit.train)} for its "
@@ -129,13 +141,19 @@ class NodeReader:
                 )
             return False
 
-        return has_come
+        return may_end if self._thread is None else may_end_after_nap
 
     def _read_ahead(self, fills: Iterator[range]) -> None:
         """Read the fills in order, each as soon as its slot is free; in a thread."""
         layout, slots = self._node.layout, self._node.slots
-        reader = FillReader(self._segment.fit.train, self._segment.sampler, layout)
         counters, pace = NodeCounters(self._node.counters), Pace.of_naps(RELEASE_NAP_S)
+        pieces = count(1)
+        reader = FillReader(
+            self._segment.fit.train,
+            self._segment.sampler,
+            layout,
+            lambda: self._publish(counters, PIECES, next(pieces)),
+        )
         try:
             for number, steps in enumerate(fills):
                 pace.until(partial(self._may_fill, counters, number))

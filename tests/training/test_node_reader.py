@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import chain
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pytest
@@ -191,7 +192,7 @@ def test_memory_is_bounded(limit, chunk_rows, monkeypatch):
     monkeypatch.setattr(node_reader, "_allocate", note)
     body = lambda link: fitted(over_threads(link), train, read_ahead_bytes=limit)  # noqa: E731
     run_ranks(2, body, 20)
-    fixed = node_reader.NOTE_BYTES + 4 * 64  # the note, and a counter per rank and two more
+    fixed = node_reader.NOTE_BYTES + 5 * 64  # the note, and a counter per rank and three more
     assert fixed + limit // 3 < allocated[0] <= fixed + limit
     assert max(map(len, train.reads)) <= 240 // 24
 
@@ -262,6 +263,23 @@ def test_a_read_that_hangs_is_named_within_the_limit(monkeypatch):
     ):
         run_ranks(2, body, 20)
     answer.set()
+
+
+def test_each_piece_restarts_the_limit_of_a_wait(monkeypatch):
+    """By a clock that a read of a piece puts forward: a fill takes more than the limit."""
+    clock = [0.0]
+
+    class Slow(Chunked):
+        def rows(self, indexes, epoch=0):
+            if in_reader():
+                sleep(0.003)  # the main thread waits
+                clock[0] += 20.0
+            return super().rows(indexes, epoch)
+
+    monkeypatch.setattr(node_rows, "PIECE_BYTES", 1)
+    monkeypatch.setattr(node_reader, "perf_counter", lambda: clock[0])
+    run_ranks(1, lambda link: fitted(over_threads(link), Slow(), shuffle="chunks"), 20)
+    assert clock[0] > 10 * 20.0
 
 
 REFUSALS = {
