@@ -124,7 +124,8 @@ class Evaluation:
         if samples is None or task is None or not self._metrics.has_auc or not self._logs:
             return
         rows = len(samples) * task.targets // self._evaluator.workers
-        own_bytes = 8 * rows * (_columns(task) + 1)
+        truth_bytes = task.classes if task.has_labels else 8
+        own_bytes = rows * (8 * _columns(task) + truth_bytes)
         if own_bytes > ANNOUNCED_BYTES:
             log.info("auc: the scores of an evaluation need %s MiB per rank", own_bytes >> 20)
 
@@ -162,22 +163,22 @@ class Evaluation:
         assert task is not None
         columns = _columns(task)
         own_columns, own_truth = tally.scores(task)
-        first = self._first_row(samples) * task.targets
-        rows = slice(first, first + len(own_columns))
-        n = samples * task.targets
-        truth = np.zeros((n, own_truth.shape[1]))
-        truth[rows] = own_truth
-        truth = evaluator.sum(truth.ravel()).reshape(truth.shape)
-        truth = truth if task.has_labels else truth[:, 0]
-        counted = truth >= 0 if truth.ndim == 1 else np.ones(n, bool)
+        first, n = self._first_row(samples) * task.targets, samples * task.targets
+
+        def gather(own: np.ndarray) -> np.ndarray:
+            table = np.zeros((n, own.shape[1]))
+            table[first : first + len(own)] = own
+            return evaluator.sum(table.ravel()).reshape(table.shape)
+
+        classes = None if task.has_labels else gather(own_truth)[:, 0]
+        counted = np.ones(n, bool) if classes is None else classes >= 0
         areas = np.zeros((2, columns))  # the area, and whether it is not defined
         for start, stop in _column_ranges(n, columns):
-            table = np.zeros((n, stop - start))
-            table[rows] = own_columns[:, start:stop]
-            table = evaluator.sum(table.ravel()).reshape(table.shape)
+            table = gather(own_columns[:, start:stop])
+            truth = gather(own_truth[:, start:stop]) if classes is None else classes
             for column in range(start, stop):
                 if column % evaluator.workers == evaluator.worker:
-                    is_positive = auc.positives(truth, column, columns)
+                    is_positive = auc.positives(truth, column - start * task.has_labels, columns)
                     value = auc.area(table[counted, column - start], is_positive[counted])
                     areas[:, column] = (0, 1) if value is None else (value, 0)
         values, are_undefined = evaluator.sum(areas.ravel()).reshape(areas.shape)
@@ -213,13 +214,14 @@ class _Tally:
         self.sums += self._metrics.sums(observation)
         if self._metrics.has_auc and observation.scores is not None:
             self._columns.append(auc.columns_of(observation.scores))
-            self._truth.append(observation.scores.truth.reshape(len(observation.scores.truth), -1))
+            truth = observation.scores.truth
+            self._truth.append(truth.astype(np.int8) if truth.ndim == 2 else truth[:, None])
 
     def scores(self, task: Task) -> tuple[np.ndarray, np.ndarray]:
         """Return the columns (rows, columns) and the truth (rows, 1 or labels) of own samples."""
         widths = _columns(task), task.classes if task.has_labels else 1
         columns, truth = (
-            np.concatenate([np.zeros((0, width)), *parts])
+            np.concatenate([np.zeros((0, width), np.int8), *parts])  # in the dtype of the parts
             for width, parts in zip(widths, (self._columns, self._truth), strict=True)
         )
         return columns, truth

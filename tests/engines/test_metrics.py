@@ -375,6 +375,17 @@ def test_scores_are_gathered_a_few_columns_at_a_time(monkeypatch, caplog):
     assert "auc: the scores of an evaluation need 0 MiB per rank" in caplog.text
 
 
+def test_labels_are_gathered_a_few_columns_at_a_time(monkeypatch):
+    from hpctrain.engines.base import EngineBase
+    from hpctrain.training import evaluation
+
+    lengths, add = [], EngineBase.sum
+    monkeypatch.setattr(evaluation, "GATHERED_BYTES", 8 * SAMPLES)
+    monkeypatch.setattr(EngineBase, "sum", lambda self, x: lengths.append(x.size) or add(self, x))
+    check("labels", run_on("threads", 3, lambda world: evaluated(world, "labels")))
+    assert max(lengths) == SAMPLES and lengths.count(SAMPLES) == 3 * 3 * 2  # scores and labels
+
+
 def test_odds_are_not_rounded_to_a_tie():
     """Probabilities that float64 rounds to 1 keep their order."""
     z = np.array([[60.0, 0.0, 1.0], [70.0, 0.0, 1.0], [0.0, 60.0, 1.0], [1e4, -1e4, 0.0]])
