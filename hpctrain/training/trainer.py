@@ -41,7 +41,7 @@ from hpctrain.training.run_options import (
     FitOptions,
     TraceOptions,
 )
-from hpctrain.training.survival.survival import Survival
+from hpctrain.training.survival.survival import Survival, last_words
 from hpctrain.world import World
 
 
@@ -202,7 +202,7 @@ class Trainer:
         )
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as stack:
-            stop_request = StopRequest(survival.last_words)
+            stop_request = StopRequest(partial(last_words, survival, self.world))
             catch_signals = cache(partial(stack.enter_context, stop_request))
             if self.world.is_spare:
                 catch_signals()  # a signal to stop the job must not end it

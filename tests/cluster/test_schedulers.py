@@ -77,7 +77,7 @@ def cluster(tmp_path, monkeypatch):
     fake(tmp_path, "hpctrain", f"#!/bin/bash\n{launch}\n{RANK}")
 
 
-def told(*words: str) -> str:
+def output_of(*words: str) -> str:
     """Return what `hpctrain WORDS` prints."""
     result = CliRunner().invoke(hpctrain, list(words), standalone_mode=False)
     if result.exception:
@@ -88,13 +88,13 @@ def told(*words: str) -> str:
 def submit(name: str, *words: str) -> str:
     """Submit a job with its run in run/; return its id."""
     options = ["--nodes", "2", "--tasks-per-node", "2", "--out", "run"]
-    job, folder = told(name, "submit", "digits", *options, *words).split()
+    job, folder = output_of(name, "submit", "digits", *options, *words).split()
     assert folder in ("run", "b")
     return job
 
 
 def states(*words: str) -> list[str]:
-    return [row["state"] for row in json.loads(told("slurm", "status", "--json", *words))]
+    return [row["state"] for row in json.loads(output_of("slurm", "status", "--json", *words))]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,8 +111,8 @@ def test_a_job_from_its_submission_to_its_end(name, tmp_path):
     (row,) = ht.slurm.status("run")
     assert (row["state"], row["status"], row["scheduler"]) == ("COMPLETED", "done", name)
     assert row["log"] == str(path.relative_to(tmp_path)) and row["nodes"] in ("n1,n2", "n[1-2]")
-    assert told(name, "log", "run") == "one\ntwo\n"
-    assert told(name, "cancel", "run") == "no unfinished job\n"
+    assert output_of(name, "log", "run") == "one\ntwo\n"
+    assert output_of(name, "cancel", "run") == "no unfinished job\n"
     assert (tmp_path / "starts").read_text().split() == {
         "pbs": f"-n 4 -ppn 2 --cpu-bind depth --depth 3 --hostfile {tmp_path}/nodes",
         "flux": "-N 2 -n 4 -c 3",
@@ -122,15 +122,15 @@ def test_a_job_from_its_submission_to_its_end(name, tmp_path):
     )
     (tmp_path / "jobs" / f"{job}.json").unlink()
     assert states("run") == ["UNKNOWN"]
-    assert told(name, "status", "run", "--wait", "1")
+    assert output_of(name, "status", "run", "--wait", "1")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_is_cancelled(name):
     job = submit(name)
-    assert told(name, "cancel", "run") == f"cancelled: {job}\n"
+    assert output_of(name, "cancel", "run") == f"cancelled: {job}\n"
     assert states("run") == ["CANCELLED"]
-    told(name, "submit", "digits", "--out", "run")  # goes on with the run
+    output_of(name, "submit", "digits", "--out", "run")  # goes on with the run
 
 
 # variables of the ranks -> what the job says at its end, its exit code, whether another follows
@@ -162,8 +162,8 @@ def test_what_follows_a_part(case, name, tmp_path):
     title = SCHEDULERS[name].title
     assert message.format(successor, title=title) in completed.stdout
     follows = "{}" in message
-    kept = json.loads((tmp_path / "run/jobs.json").read_text())
-    assert kept == {"scheduler": name, "jobs": [job, successor][: 1 + follows]}
+    record = json.loads((tmp_path / "run/jobs.json").read_text())
+    assert record == {"scheduler": name, "jobs": [job, successor][: 1 + follows]}
     if follows:
         next_job = json.loads((tmp_path / "jobs" / f"{successor}.json").read_text())
         dependency = {"pbs": "-W", "flux": "dependency"}[name]
@@ -183,7 +183,7 @@ def change_limit(folder: Path, job: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_submitted_by_hand_goes_on_in_its_run(name, tmp_path):
-    text = told(name, "render", "digits", "--max-restarts", "1")
+    text = output_of(name, "render", "digits", "--max-restarts", "1")
     command = {"pbs": ["qsub"], "flux": ["flux", "batch"]}[name]
     subprocess.run(command, input=text, text=True, check=True, stdout=subprocess.DEVNULL)
     for job, end, code in zip((*IDS[name], "last"), ("as ", "is enough"), (0, 75), strict=False):
@@ -237,7 +237,7 @@ REFUSED = {
 def test_what_cannot_be_translated_is_refused(words):
     name, *options = words.split()
     with pytest.raises(UsageError) as error:
-        told(name, "render", "digits", *options)
+        output_of(name, "render", "digits", *options)
     assert REFUSED[words] in str(error.value)
 
 
@@ -250,9 +250,9 @@ def test_faults_of_the_scheduler(name, tmp_path, monkeypatch):
     Path("away").touch()
     assert states("run") == ["NO ANSWER"]
     with pytest.raises(HpctrainError, match=r"nothing was cancelled: .*connect"):
-        told(name, "cancel", "run")
+        output_of(name, "cancel", "run")
     with pytest.raises(UsageError, match=r"holds jobs of .*, expected one of Slurm"):
-        told("slurm", "submit", "digits", "--out", "run")
+        output_of("slurm", "submit", "digits", "--out", "run")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     with pytest.raises(UsageError, match=rf"`hpctrain {name} render` prints the script"):
         submit(name, "--out", "b")
@@ -260,7 +260,7 @@ def test_faults_of_the_scheduler(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_says_that_nobody_has_run_it(name):
-    assert "not run on a real one" in told(name, "--help")
+    assert "not run on a real one" in output_of(name, "--help")
     assert "not run on a real one" in script(name)
 
 

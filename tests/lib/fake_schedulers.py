@@ -72,7 +72,7 @@ def qsub_options(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
 
 def qsub(words: list[str]) -> None:
     """Queue the script of a file or of stdin."""
-    given, files = qsub_options(words)
+    options_here, files = qsub_options(words)
     text = Path(files[0]).read_text() if files else sys.stdin.read()
     options: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -84,7 +84,7 @@ def qsub(words: list[str]) -> None:
                 options.setdefault(name, []).extend(values)
         elif line and not line.startswith("#"):
             break
-    options |= given
+    options |= options_here
     if options.get("-q") == ["closed"]:
         fail("qsub: Unknown queue", 170)
     queue(f"{101 + len(list(jobs().iterdir()))}.pbs01", options, text, "Q")
@@ -153,8 +153,8 @@ def flux_batch(words: list[str]) -> None:
     for flag in ("exclusive", "unbuffered"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("script", nargs="?")
-    given = parser.parse_args(words)
-    text = Path(given.script).read_text() if given.script else sys.stdin.read()
+    options_here = parser.parse_args(words)
+    text = Path(options_here.script).read_text() if options_here.script else sys.stdin.read()
     directives, is_over = [], False
     for line in text.splitlines():
         if line.startswith("# flux:") and is_over:
@@ -162,7 +162,7 @@ def flux_batch(words: list[str]) -> None:
         is_over = is_over or bool(line and not line.startswith("#"))
         directives += shlex.split(line[7:], comments=True) if line.startswith("# flux:") else []
     options = vars(parser.parse_args(directives))
-    options |= {name: value for name, value in vars(given).items() if value}
+    options |= {name: value for name, value in vars(options_here).items() if value}
     if options["queue"] == ["closed"]:
         fail("flux-batch: ERROR: [Errno 22] Invalid queue 'closed' specified")
     if not re.fullmatch(r"\d+(\.\d+)?[smhd]?", options["time_limit"][0]):

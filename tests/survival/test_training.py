@@ -362,7 +362,7 @@ def test_a_trained_model_outlives_a_loss_in_the_fit_of_another(use, train_both, 
 
 @pytest.mark.parametrize("use", [hash_of_b])
 def test_trained_layers_lost_in_the_fit_of_another_are_an_error(use, train_both):
-    with pytest.raises(RecoveryError, match="start the job again, with fit.*resume=True"):
+    with pytest.raises(RecoveryError, match=r"start the job again, with fit.*resume=True"):
         train_both("_end_interval", use, pipe=2)
 
 

@@ -90,8 +90,8 @@ def test_a_run_that_stopped_within_an_epoch_resumes_with_its_bytes(
     table = written(name, tmp_path, "images")
 
     def train(out, resume=False):
-        made = spec(table, "images", prefetch=2)
-        return run_on("threads", size, lambda world: runs.train(made, world, out, resume))[0]
+        recipe_spec = spec(table, "images", prefetch=2)
+        return run_on("threads", size, lambda world: runs.train(recipe_spec, world, out, resume))[0]
 
     complete = train(tmp_path / "whole")
     observed = iter(range(10**6))
@@ -122,6 +122,6 @@ def test_a_missing_value_ends_a_run_and_names_its_row(tmp_path):
 
 def test_targets_in_files_that_are_no_single_numbers_need_the_number_of_classes(tmp_path):
     table = write("hdf5", tmp_path, IMAGES[:, 0], np.stack([Y, Y], axis=1))
-    made = spec(table, "images")
+    recipe_spec = spec(table, "images")
     with pytest.raises(UsageError, match="for labels in files give"):
-        run_on("threads", 1, lambda w: runs.train(made, w, tmp_path / "r", resume=False))
+        run_on("threads", 1, lambda w: runs.train(recipe_spec, w, tmp_path / "r", resume=False))

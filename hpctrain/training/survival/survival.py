@@ -205,15 +205,16 @@ class Survival:
                 f"; {counted(steps_redone, 'step')} will be done again" if steps_redone else "",
             )
 
-    def last_words(self) -> str:
-        """Return the last message of a run interrupted at once; only rank 0 has one."""
-        if self.run is None or self._world.rank > 0:
-            return ""
-        return "".join(f"{line}\n" for line in last_lines(Path(self.run)))
-
     def end(self, note: dict[str, Any]) -> None:
         """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         if self._membership is not None and not self._job.is_spare:
             self._membership.world.link.endpoint.survivors.agree()
             with suppress(LostRankError):
                 self._job.dismiss_spares(json.dumps(note).encode())
+
+
+def last_words(survival: Survival, world: World) -> str:
+    """Return the last message of a run interrupted at once; only rank 0 of `world` has one."""
+    if survival.run is None or world.rank > 0:
+        return ""
+    return "".join(f"{line}\n" for line in last_lines(Path(survival.run)))

@@ -111,10 +111,10 @@ def test_training_goes_on(at, act, tmp_path, monkeypatch, freed, caplog):
     assert (summary["status"], counts["rows"], counts["dropped"]) == ("done", ROWS, DROPPED[at])
     fault = "not done 0." if act == "hang" else str(ERRORS[act])
     assert fault in counts["fault"]
-    said = [record.getMessage() for record in caplog.records]
-    assert sum(counts["fault"] in text for text in said) == 1 + bool(DROPPED[at])
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum(counts["fault"] in text for text in messages) == 1 + bool(DROPPED[at])
     if DROPPED[at]:
-        assert f"{DROPPED[at]} of {ROWS} rows dropped" in said[-1]
+        assert f"{DROPPED[at]} of {ROWS} rows dropped" in messages[-1]
     freed.set()
     for thread in {*threading.enumerate()} - before:
         thread.join(30)
