@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hpctrain.core import opening
 from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe
 
-SHOW = "echo 'JobId=17 JobState={} Reason=None RunTime=00:00:01 NodeList=n1'"
+SHOW = "echo 'JobId={} JobState={} Reason=None RunTime=00:00:01 NodeList=n1'"
 
 
 @pytest.fixture(autouse=True)
@@ -98,32 +99,37 @@ def test_an_sbatch_that_does_not_answer_at_all(tmp_path, monkeypatch):
     assert Path("kept/job.sbatch").exists()
 
 
-# state of job 17 of this folder, --option dependency -> is another job taken
+TASK = "17 ArrayJobId=17 ArrayTaskId=0"
+# job 17 of this folder, its state, --option dependency -> is another job taken
 BUSY = {
-    ("PENDING", None): False,
-    ("RUNNING", None): False,
-    ("RUNNING", "after:17"): False,
-    ("RUNNING", "afterany:16"): False,
-    ("RUNNING", "afterany:16:17"): True,
-    ("PENDING", "singleton"): True,
-    ("COMPLETED", None): True,
-    ("FAILED", None): True,
+    (17, "PENDING", None): False,
+    (17, "RUNNING", None): False,
+    (17, "RUNNING", "after:17"): False,
+    (17, "RUNNING", "afterany:16"): False,
+    (17, "RUNNING", "afterany:16:17"): True,
+    (17, "PENDING", "singleton"): True,
+    (17, "COMPLETED", None): True,
+    (17, "FAILED", None): True,
+    (TASK, "RUNNING", None): False,
+    (TASK, "RUNNING", "afterany:17"): True,
+    (TASK, "RUNNING", "afterany:17_0"): True,
+    (TASK, "RUNNING", "afterany:17_1:16_0"): False,
 }
 
 
 @pytest.mark.parametrize("case", BUSY, ids=str)
 def test_two_jobs_do_not_write_into_one_folder(case, tmp_path):
-    state, dependency = case
+    shown, state, dependency = case
     arguments(tmp_path)
     assert told("digits", "--out", "a") == (0, "17  a\n")
-    fake(tmp_path, "scontrol", SHOW.format(state))
+    fake(tmp_path, "scontrol", SHOW.format(shown, state))
     options = ["--option", f"dependency={dependency}"] if dependency else []
     code, message = told("digits", "--out", "a", *options)
     assert (code == 0) == BUSY[case]
     assert calls() == 1 + BUSY[case]
     if not BUSY[case]:
         assert code == 2
-        assert f"its job 17 is {state}" in message
+        assert re.search(f"its job 17(_0)? is {state}", message)
         assert "add --option dependency=afterany:17, name another --out, or `scancel 17`" in message
 
 

@@ -208,19 +208,21 @@ def must_have_no_active_job(
 ) -> None:
     """Raise UsageError if a job of `folder` has not ended, unless the new job waits for its end.
 
-    `dependency` is the new job's option --dependency; `cancel` the command that ends a job.
+    `dependency` is the new job's option --dependency; `cancel` the command that ends a job. A task
+    of an array is awaited by its own id, and by the array's.
     """
     for states in query_jobs([], read_jobs_file(folder)[1]).values():
         for state in states:
-            id_pattern = re.escape(state.job.partition("_")[0]) + r"(?![\w.])"
-            is_awaited = re.search(rf"(?<![\w.]){id_pattern}", dependency)
+            job = re.sub(r"^(\d+)_.*", r"\1", state.job)  # of an array; names of servers have _ too
+            ids = "|".join(map(re.escape, (job, state.job)))
+            is_awaited = re.search(rf"(?<![\w.])({ids})(?![\w.])", dependency)
             if state.state in (*END_STATES, NO_ANSWER) or "singleton" in dependency:
                 continue
             if not is_awaited or "after:" in dependency:
                 raise UsageError(
                     f"--out {folder}: its job {state.job} is {state.state}, and two jobs cannot "
-                    f"share a folder; add --option dependency=afterany:{state.job}, name "
-                    f"another --out, or `{' '.join(cancel)} {state.job}`"
+                    f"share a folder; add --option dependency=afterany:{job}, name "
+                    f"another --out, or `{' '.join(cancel)} {job}`"
                 )
 
 
