@@ -189,6 +189,9 @@ def open_reader(segment: FitSegment, first: int) -> Iterator[NodeReader | None]:
     for a reader that cannot be.
     """
     is_wanted = segment.world.on_all_ranks(partial(_wants_reader, segment))
+    limit = data.reading_of(segment.fit.train).read_ahead_bytes
+    if not is_wanted and segment.world.rank == 0 and limit != data.ReadOptions().read_ahead_bytes:
+        log.warning("[data] read_ahead_bytes is not used: each rank reads its own rows")
     node = _make_node(segment, first) if is_wanted else None
     if node is None:
         yield None

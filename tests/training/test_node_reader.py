@@ -335,6 +335,15 @@ def test_samples_in_memory_need_no_reader(caplog):
     assert messages == ["[data] reader = 'node' is not used: the training samples lie in memory"]
 
 
+@pytest.mark.parametrize(("reader", "is_used"), [("rank", False), ("auto", False), ("node", True)])
+def test_a_limit_without_effect_is_announced_once(caplog, reader, is_used):
+    body = lambda link: fitted(  # noqa: E731
+        over_threads(link), Chunked(None), reader, read_ahead_bytes=9000
+    )
+    run_ranks(2, body, 20)
+    assert caplog.text.count("read_ahead_bytes is not used: each rank") == (not is_used)
+
+
 @pytest.mark.parametrize("name", ["order", "stream"])
 def test_samples_with_an_order_or_a_stream_take_no_options_of_reading(name):
     train = Chunked()
