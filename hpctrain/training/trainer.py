@@ -206,7 +206,7 @@ class Trainer:
             catch_signals = cache(partial(stack.enter_context, stop_request))
             if self.world.is_spare:
                 catch_signals()  # a signal to stop the job must not end it
-            stack.enter_context(survival.failure_written())
+            stack.enter_context(survival.failure_written(self.loggers))
             for world in survival:
                 with survival.segment():
                     self.summary = summary = self._train(world, fit, survival, catch_signals)

@@ -120,6 +120,11 @@ class Logger:
             config={**(self.config or {}), **config},
         )
 
+    @property
+    def open_feed(self) -> Feed | None:
+        """The feed on this rank, None before it is made and after its end."""
+        return self._feed if self._feed is not None and self._feed.is_open else None
+
     def make_tracker(self, target: Target) -> Tracker:
         """Return the tracker, which imports its library when it begins."""
         module = import_module(f"hpctrain.training.loggers.to_{self.kind}")
@@ -132,8 +137,8 @@ class Logger:
 
         After a loss of ranks the thread is there already.
         """
-        feed = self._feed
-        if feed is None or not feed.is_open or feed.target.folder != target.folder:
+        feed = self.open_feed
+        if feed is None or feed.target.folder != target.folder:
             feed = self._feed = self._open(target)
         feed.begin(step, rows)
         return feed

@@ -76,12 +76,9 @@ class RunLoggers:
         """Log the summary, wait for the threads, and return the counts of rows for it."""
         limit_s = END_S if summary["status"] == "done" else STOP_S
         # The other ranks wait meanwhile: the watch must not report them.
-        end = time.monotonic() + min(limit_s, self._segment.fit.options.timeout_s / 2)
-        for feed in self._feeds:
-            feed.finish(summary)
-        counts = [feed.wait(max(end - time.monotonic(), 0.0)) for feed in self._feeds]
-        self._feeds = []
-        return {"loggers": counts} if counts else {}
+        limit_s = min(limit_s, self._segment.fit.options.timeout_s / 2)
+        feeds, self._feeds = self._feeds, []
+        return _end(feeds, summary, limit_s)
 
     def end_before(
         self, summary: Mapping[str, Any], write: Callable[[dict[str, Any]], str]
@@ -89,6 +86,19 @@ class RunLoggers:
         """End, `write` the summary with the counts; return the fault of that, and the counts."""
         counts = self.end(summary)
         return write({**counts, **summary}), counts
+
+
+def end_open(loggers: Sequence[Logger], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Log the summary of a run that cannot go on; return the counts of rows for it."""
+    return _end([feed for logger in loggers if (feed := logger.open_feed)], summary, STOP_S)
+
+
+def _end(feeds: Sequence[Feed], summary: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    end = time.monotonic() + limit_s
+    for feed in feeds:
+        feed.finish(summary)
+    counts = [feed.wait(max(end - time.monotonic(), 0.0)) for feed in feeds]
+    return {"loggers": counts} if counts else {}
 
 
 def make_config(tables: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +32,8 @@ from hpctrain.engines import Engine
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.counters import RunTimes
 from hpctrain.training.journal import Journal
+from hpctrain.training.loggers import run_loggers
+from hpctrain.training.loggers.loggers import Logger
 from hpctrain.training.run_options import ElasticOptions
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.world import World
@@ -45,7 +47,7 @@ class Survival:
 
     An iterable of Worlds: the next one has the ranks that are left after a loss.
 
-        with survival.failure_written():
+        with survival.failure_written(loggers):
             for world in survival:
                 with survival.segment():
                     ...
@@ -101,13 +103,14 @@ class Survival:
                 raise
 
     @contextmanager
-    def failure_written(self) -> Iterator[None]:
-        """Write the summary of a run that cannot go on."""
+    def failure_written(self, loggers: Sequence[Logger]) -> Iterator[None]:
+        """Write the summary of a run that cannot go on, and end its loggers."""
         try:
             yield
         except RecoveryError as error:
+            facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
+            facts |= run_loggers.end_open(loggers, facts)
             if self.run is not None and self._membership and self._job.link.rank == 0:
-                facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
                 with suppress(OSError, FileError):
                     if (run_folder.read_summary(Path(self.run)) or {}).get("status") != "done":
                         run_folder.write_summary(Path(self.run), facts)

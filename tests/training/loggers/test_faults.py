@@ -14,7 +14,7 @@ import pytest
 import trackers
 
 import hpctrain as ht
-from hpctrain.core.errors import HpctrainError, RankKilled, UsageError
+from hpctrain.core.errors import HpctrainError, RankKilled, RecoveryError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.training.loggers import feed, run_loggers, to_tensorboard
 from hpctrain.training.loggers.loggers import CSV, TensorBoard
@@ -184,27 +184,50 @@ def test_wrong_use_is_refused(wrong, tmp_path):
         call(tmp_path)
 
 
+def fit_with_loss(victim: int, folder, out, **elastic) -> list:
+    """Train on two ranks with a CSV in `folder`; rank `victim` is lost at the row of step 4."""
+
+    def body(link):
+        world = over_threads(link)
+
+        def die(row):
+            if row["step"] == 4 and link.rank == victim:
+                raise RankKilled
+
+        model, callbacks = ht.nn.Model([ht.nn.Linear(3)], 4), [CSV(folder), die]
+        with ht.Trainer(model, "sgd", callbacks=callbacks, world=world) as trainer:
+            return trainer.fit(
+                (X, X[:, :3].argmax(1)),
+                steps=6,
+                batch=6,
+                out=out,
+                options=ht.FitOptions(interval_steps=1),
+                elastic=ht.ElasticOptions(**elastic),
+            )
+
+    return run_ranks(2, body, 60.0, {0: 10**9})
+
+
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_run_without_a_folder_has_no_earlier_rows(has_folder, tmp_path, monkeypatch):
     begins = []
     monkeypatch.setattr(CSV, "make_tracker", lambda self, target: Recording(target, begins))
-
-    def body(link):
-        def die(row):
-            if row["step"] == 4 and link.rank == 0:
-                raise RankKilled
-
-        model, world = ht.nn.Model([ht.nn.Linear(3)], 4), over_threads(link)
-        callbacks = [CSV(tmp_path / "csv"), *[die] * (link.rank == 0)]
-        with ht.Trainer(model, "sgd", callbacks=callbacks, world=world) as trainer:
-            out, options = tmp_path / "run" if has_folder else None, ht.FitOptions(interval_steps=1)
-            samples = X, X[:, :3].argmax(1)
-            return trainer.fit(samples, steps=6, batch=6, out=out, options=options)
-
-    summary = run_ranks(2, body, 60.0, {0: 10**9})[1]
+    summary = fit_with_loss(0, tmp_path, tmp_path / "run" if has_folder else None)[1]
     assert summary["status"] == "done"
     assert begins[0] == (0, True)
     assert len(begins) == 2 and begins[1][0] > 0 and begins[1][1] == has_folder
+
+
+def test_a_run_that_cannot_go_on_ends_its_log(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(RecoveryError):
+        fit_with_loss(1, tmp_path, run, min_ranks=2)
+    summary = run_folder.read_summary(run)
+    (counts,) = summary["loggers"]
+    assert (counts["kind"], counts["dropped"]) == ("csv", 0)
+    assert trackers.read("csv", tmp_path).summary == {"status": "failed"} | {
+        name: summary[name] for name in ("exit_code", "reason")
+    }
 
 
 @pytest.mark.parametrize("name", ["3f2a9c1d", "my-run-2"])
