@@ -14,7 +14,7 @@ import numpy as np
 import hpctrain.world
 from hpctrain import engines, nn
 from hpctrain.core import progress
-from hpctrain.core.errors import RecoveryError, TransportError, UsageError
+from hpctrain.core.errors import LostRankError, RecoveryError, TransportError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
@@ -119,20 +119,22 @@ class Trainer:
         self.blocks = engines.blocks_of(engine, self.engine.workers)
         self._built_on = self.mesh.everyone
 
-    def _rebuild(self, world: World, restores: bool, has_steps: bool) -> None:
-        """Build the engine for `world`, the ranks that are left after a loss; collective.
+    def _renew(self, restores: bool = False, has_steps: bool = False) -> None:
+        """Build the engine for the ranks that are left, if a loss came after it; collective.
 
         `restores`, `has_steps`: whether ranks hold a state of this call of fit, and whether it has
         taken steps. Raises RecoveryError if ranks are too few, or have lost an earlier training.
         """
+        world = self.world.membership.world if self.world.membership else self.world
+        if world is self._built_on:
+            return
         if self.summary is not None and not (restores or has_steps):
             split_model.announce_reset(world, self._unit)
         if self._built_on is not None:
             with suppress(TransportError):  # its threads end, whatever its links
                 self.engine.close()
-        has_weights = self._built_on is not None and self._unit == 1  # not on a spare that joins
-        marks = world.gather("has weights" * has_weights)
-        source = None if restores else marks.index(max(marks))
+        marks = world.gather("has weights" * (self._built_on is not None and self._unit == 1))
+        source = None if restores else marks.index(max(marks))  # not a spare that joins
         try:
             if self._unit > 1:
                 self.mesh, self.replica = self._make_replica(world)
@@ -222,9 +224,7 @@ class Trainer:
         """
         if world.is_spare:
             return survival.sleep()
-        if world is not self._built_on:
-            has_steps = survival.recoveries.last_step > 0
-            self._rebuild(world, survival.reader is not None, has_steps)
+        self._renew(survival.reader is not None, survival.recoveries.last_step > 0)
         summary = run_segment(self._make_segment(fit, survival.run), survival, catch_signals)
         survival.end({"summary": summary})
         return summary
@@ -256,8 +256,9 @@ class Trainer:
 
     def close(self) -> None:
         """End the engine's threads and free its links; collective."""
-        if not self.world.is_spare:
-            self.engine.close()
+        if self._built_on is not None and not self.world.is_spare:
+            with suppress(LostRankError):  # in a call of another Trainer
+                self.engine.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -270,6 +271,7 @@ class Trainer:
 
     def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, Any]:
         """Return the metrics over all samples, scaled as in `fit`: {"loss": 0.31}; collective."""
+        self._renew()
         samples = orders.select(self.world, as_samples(samples, "evaluate"), self.seed)
         model, loss = self.replica.model, self.replica.loss
         self.world.on_all_ranks(lambda: check_sets(model, loss, evaluated=samples))
@@ -287,12 +289,12 @@ class Trainer:
         Each rank computes the outputs for its own `x`, scaled as in `fit`. Collective: with some
         engines the ranks first agree on one model.
         """
+        self._renew()
         self.engine.settle()
         return self.replica.predict(x)
 
     def _slowed_replica(self, faults: FaultsOptions) -> Replica:
-        workers = self.engine_options.workers(self.mesh.data.size)
-        faults.check(self.world.size, workers)
+        faults.check(self.world.size, self.engine_options.workers(self.mesh.data.size))
         if not faults.any:
             return self.replica
         return SlowedReplica(self.replica, Slowdown(faults, self.world.rank))

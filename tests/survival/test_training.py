@@ -352,7 +352,25 @@ def test_initial_weights_outlive_a_loss_before_the_first_step(pipe, train_both, 
     assert train_both("begin", hash_of_a, pipe, tmp_path / "run") == expected
 
 
-@pytest.mark.parametrize("use", [hash_of_b])
+def evaluation_of_b(trained, b):
+    return b.evaluate((X, Y))
+
+
+def prediction_of_b(trained, b):
+    return b.predict(X[:2]).tolist()
+
+
+def closed_b(trained, b):
+    b.close()
+    return "closed"
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_trainer_closes_after_a_loss_in_the_fit_of_another(pipe, train_both):
+    assert {*train_both("_end_interval", closed_b, pipe)} == {"closed"}
+
+
+@pytest.mark.parametrize("use", [hash_of_b, evaluation_of_b, prediction_of_b])
 def test_a_trained_model_outlives_a_loss_in_the_fit_of_another(use, train_both, caplog):
     expected = train_both(None, use)
     assert "begins anew" not in caplog.text
@@ -360,7 +378,7 @@ def test_a_trained_model_outlives_a_loss_in_the_fit_of_another(use, train_both, 
     assert caplog.text.count("the state of the optimizer after an earlier fit is lost") == 1
 
 
-@pytest.mark.parametrize("use", [hash_of_b])
+@pytest.mark.parametrize("use", [hash_of_b, evaluation_of_b, prediction_of_b])
 def test_trained_layers_lost_in_the_fit_of_another_are_an_error(use, train_both):
     with pytest.raises(RecoveryError, match=r"start the job again, with fit.*resume=True"):
         train_both("_end_interval", use, pipe=2)
