@@ -29,15 +29,16 @@ OPTIONS = {
     "flux": {"account": "m1", "queue": "debug", "exclusive": ""},
 }
 NAMES = tuple(OPTIONS)
-IDS = {"pbs": ("101.pbs01", "102.pbs01"), "flux": ("f2Qk1", "f2Qk2")}
+IDS = {"pbs": ("101.pbs_1", "102.pbs_1"), "flux": ("f2Qk1", "f2Qk2")}
 #: A rank. At its first step it is asked to stop, is killed or does what a row says.
 RANK = """
 out=${@: -2:1}; mkdir -p $out/checkpoints/step-1
 trap 'asked=1' USR1
+touch ${FAKE_JOBS%/*}/up
 sleep 0.02 # the time of a file is coarser than that of a clock
 [ -z "$SAVED" ] || touch $out/checkpoints/step-1/manifest.json
 [ "$ASK" != term ] || kill -TERM $PPID
-for ((i = 0; i < 400; i++)); do [ -z "$asked" ] && [ -n "$ASK" ] || break; sleep 0.02; done
+for ((i = 0; i < 1500; i++)); do [ -z "$asked" ] && [ -n "$ASK" ] || break; sleep 0.02; done
 says=$SAYS; [ -z "$asked" ] || says="stopped 75"
 [ -z "$says" ] ||
     printf '{"status": "%s", "exit_code": %s, "reason": "why"}' $says >$out/summary.json
@@ -128,7 +129,8 @@ def test_a_job_from_its_submission_to_its_end(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_is_cancelled(name):
     job = submit(name)
-    assert output_of(name, "cancel", "run") == f"cancelled: {job}\n"
+    later = submit(name, "--option", f"dependency=afterany:{job}")
+    assert output_of(name, "cancel", "run") == f"cancelled: {job}\ncancelled: {later}\n"
     assert states("run") == ["CANCELLED"]
     output_of(name, "submit", "digits", "--out", "run")  # goes on with the run
 
@@ -144,6 +146,10 @@ PARTS = {
         "ranks were lost, or hung; submitted again as {} for restart 1 of 20", 0,
     ),
     "the scheduler ends it": ({"ASK": "term", "CODE": "75"}, "why; {title} says ENDED", 75),
+    "the scheduler ends it while its site is set up": (
+        {"site": "kill -TERM $$; kill -USR1 $$", "ASK": "1", "CODE": "75"},
+        "{title} ended it before its ranks began: to go on submit again, with --out", 75,
+    ),
     "a bug": ({"SAYS": "failed 3", "CODE": "3"}, "", 3),
     "done": ({"SAYS": "done 0", "CODE": "0"}, "", 0),
 }  # fmt: skip
@@ -154,11 +160,14 @@ PARTS = {
 @pytest.mark.parametrize("case", PARTS)
 def test_what_follows_a_part(case, name, tmp_path):
     environ, message, code = PARTS[case]
+    Path(name).mkdir()
+    Path(name, "site.env").write_text(environ.get("site", ":"))
     job, successor = submit(name, "--warn-s", "30"), IDS[name][1]
     if "left" in environ and name == "pbs":  # another limit than that of the script
         change_limit(tmp_path, job)
     completed = fake_schedulers.run_job(job, tmp_path, **environ)
     assert (completed.returncode, completed.stderr) == (code, ""), completed.stdout
+    assert Path("starts").exists() == ("site" not in environ)
     title = SCHEDULERS[name].title
     assert message.format(successor, title=title) in completed.stdout
     follows = "{}" in message
@@ -181,6 +190,7 @@ def change_limit(folder: Path, job: str) -> None:
     path.write_text(json.dumps(facts))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_submitted_by_hand_goes_on_in_its_run(name, tmp_path):
     text = output_of(name, "render", "digits", "--max-restarts", "1")
@@ -194,6 +204,47 @@ def test_a_script_submitted_by_hand_goes_on_in_its_run(name, tmp_path):
     assert json.loads((run / "jobs.json").read_text())["jobs"] == [*IDS[name]]
 
 
+#: Starts a job whose commands are to answer soon: tests do not wait for the real limits.
+HASTE = """
+from hpctrain.__main__ import main
+from hpctrain.cluster.schedulers import in_job
+in_job.batch_job.output.__kwdefaults__["limit_s"], in_job._SUBMIT_LIMIT_S = 8, 1
+main()
+"""
+ENDS_IN = """[ ! -e known ] || exec sleep 200
+until [ -e up ]; do sleep 0.02; done
+touch known; echo '    Resource_List.walltime = 00:00:{}'"""
+AGAIN, UNKNOWN = "why; submitted again as 102.pbs_1", "within 1 s: the next job may be in the queue"
+# a command, what it does -> what the job says at its end, how often the command is called
+HANGING = {
+    "PBS hangs after it has said that the end is near": ("qstat", ENDS_IN.format(20), AGAIN, 1),
+    "PBS hangs when the end is near": ("qstat", ENDS_IN.format(31), AGAIN, 2),
+    "the next job is perhaps accepted": (
+        "qsub",
+        "exec sleep 200",
+        f"qsub returned no id {UNKNOWN}",
+        1,
+    ),
+    "the next job has no id": ("qsub", "echo welcome", f"qsub returned no id {UNKNOWN}", 1),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("case", HANGING)
+def test_a_server_that_hangs(case, tmp_path):
+    """The ranks are asked to stop by the last end that is known, and one job at most follows."""
+    command, script, message, count = HANGING[case]
+    job = submit("pbs", "--warn-s", "30")
+    (tmp_path / "haste.py").write_text(HASTE)
+    launch = f'[ "$1" != launch ] || exec {sys.executable} {tmp_path}/haste.py "$@"'
+    fake(tmp_path, "hpctrain", f"#!/bin/bash\n{launch}\n{RANK}")
+    fake(tmp_path, command, f"cd {tmp_path}; echo >>called\n{script}")
+    environ = {"ASK": "1"} if command == "qstat" else {"SAYS": "stopped 75"}
+    completed = fake_schedulers.run_job(job, tmp_path, CODE="75", **environ)
+    assert message in completed.stdout
+    assert Path("called").read_text() == "\n" * count
+
+
 MPI = {
     "openmpi": "-n 4 --map-by ppr:2:node --bind-to none --hostfile",
     "hydra": "-n 4 -ppn 2 --hostfile",
@@ -201,6 +252,7 @@ MPI = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("vendor", MPI)
 def test_each_mpiexec_gets_its_own_options(vendor, tmp_path):
     job = submit("pbs")

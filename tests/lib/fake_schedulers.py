@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 QSUB_OPTIONS = "a:A:c:C:e:fhIj:J:k:l:m:M:N:o:p:P:q:r:R:S:u:v:VW:Xz"
@@ -56,6 +57,12 @@ def fail(message: str, code: int = 1) -> None:
     sys.exit(print(message, file=sys.stderr) or code)
 
 
+def await_ranks() -> None:
+    """Wait until a rank handles signals: USR1 would end it before."""
+    while not (jobs().parent / "up").exists():
+        time.sleep(0.01)
+
+
 def qsub_options(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the options and the arguments of a command line of qsub, or of a directive."""
     try:
@@ -87,7 +94,7 @@ def qsub(words: list[str]) -> None:
     options |= options_here
     if options.get("-q") == ["closed"]:
         fail("qsub: Unknown queue", 170)
-    queue(f"{101 + len(list(jobs().iterdir()))}.pbs01", options, text, "Q")
+    queue(f"{101 + len(list(jobs().iterdir()))}.pbs_1", options, text, "Q")
 
 
 def queue(job: str, options: dict, text: str, state: str) -> None:
@@ -103,8 +110,10 @@ def qstat(words: list[str]) -> None:
     if flags != ["-x", "-f"]:
         fail(f"qstat: illegal option {flags}", 2)
     if (jobs().parent / "away").exists():
-        fail("qstat: cannot connect to server pbs01 (errno=111)", 255)
+        fail("qstat: cannot connect to server pbs_1 (errno=111)", 255)
     facts = read_job(job)
+    if facts and facts["state"] == "R":
+        await_ranks()
     if not facts:
         fail(f"qstat: Unknown Job Id {job}", 153)
     print(f"Job Id: {job}\n    Job_Name = {facts['options']['-N'][-1]}")
@@ -136,6 +145,7 @@ def flux(words: list[str]) -> None:
         for job in words:
             save_job(job, state="CANCELED", status=143)
     elif (name, *words) == ("job", "timeleft"):
+        await_ranks()
         print((jobs().parent / "left").read_text())
     elif (name, *words) == ("resource", "list", "-no", "{nnodes}"):
         print(2)

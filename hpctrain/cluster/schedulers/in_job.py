@@ -28,6 +28,7 @@ from hpctrain.cluster.schedulers import flux, pbs
 from hpctrain.cluster.schedulers.dialect import Dialect
 from hpctrain.cluster.schedulers.submission import record_job
 from hpctrain.cluster.slurm import batch_job
+from hpctrain.cluster.slurm.queries import NoAnswerError
 from hpctrain.core import atomic, files, launchers
 from hpctrain.core.errors import HpctrainError
 
@@ -35,6 +36,7 @@ _OPTIONS: dict[str, int | str] = {
             "max-restarts": 20, "relaunches": 3, "warn-s": 120, "asked": 0, "time-s": 0,
             "ranks-per-node": 1, "cores": 1, "gpus": 0, "nodes": 1, "script": ""}  # fmt: skip
 _SUBMIT_LIMIT_S = 60
+_ENDED = 2  #: the value of --asked after SIGTERM, 1 after SIGUSR1
 #: The id of a job that another one submitted, and the number of the restart that it is.
 _RESTARTS_FILE = ".restarts"
 _TIME_FORMAT = "%a %b %d %H:%M:%S %Y"  #: of PBS
@@ -51,7 +53,8 @@ class _SuccessiveJob(batch_job.BatchJob):
     dialect: Dialect
 
     def __init__(self, options: argparse.Namespace, command: list[str]) -> None:
-        self._begin_s, self._is_ended = time.time(), False
+        self._begin_s, self._is_ended = time.time(), options.asked == _ENDED
+        self._end_s: float | None = None  #: of the job, as the scheduler last said
         super().__init__(options, command)
         if "HPCTRAIN_LAUNCHER" not in os.environ:  # of a container the path is another
             self._command[0] = shutil.which(self._command[0]) or self._command[0]
@@ -61,7 +64,7 @@ class _SuccessiveJob(batch_job.BatchJob):
         words = files.read_text(path, files.MIB).split() if path.exists() else []
         self._restarts = int(words[1]) if words[:1] == [self.id] else 0
         self._keep_script()
-        return self._rank_words(self.options.ranks_per_node)
+        return [] if self._is_ended else self._rank_words(self.options.ranks_per_node)
 
     def _keep_script(self) -> None:
         """Keep the script of this job, perhaps submitted by hand, for its successor."""
@@ -72,6 +75,12 @@ class _SuccessiveJob(batch_job.BatchJob):
             run, text = f"run={shlex.quote(str(self.folder))}", files.read_text(script, files.MIB)
             atomic.replace(kept, re.sub(r"^run=.*$", lambda _: run, text, flags=re.M))
 
+    def run(self) -> int:
+        """Start the ranks, again after a loss, until the job ends; return its exit code."""
+        if self._is_ended:
+            return self._print_line(f"{self.title} ended it before its ranks began: {self._later}")
+        return super().run()
+
     def _run_ranks(self) -> int:
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         os.environ[launchers.RESTARTS] = str(self._restarts + self._relaunches)
@@ -79,14 +88,16 @@ class _SuccessiveJob(batch_job.BatchJob):
 
     def _end(self) -> None:
         self._is_ended = True
-        self._stop_ranks()
+        self._stop_ranks((False, None))
 
     def _query(self) -> dict[str, str]:
         return {"JobState": "ENDED" if self._is_ended else "RUNNING"}
 
     def _query_end(self) -> tuple[bool, float | None]:
-        remaining_s = self._remaining_s()
-        return False, None if remaining_s is None else remaining_s - self.options.warn_s
+        if (remaining_s := self._remaining_s()) is not None:
+            self._end_s = time.time() + remaining_s
+        end_s = self._end_s
+        return False, None if end_s is None else end_s - time.time() - self.options.warn_s
 
     def _remaining_s(self) -> float | None:
         """Return the seconds until the job's time is over; None without an answer."""
@@ -97,22 +108,37 @@ class _SuccessiveJob(batch_job.BatchJob):
         raise NotImplementedError
 
     def _request_requeue(self) -> str:
-        """Submit the script again, to start after this job; return what was done."""
+        """Submit the script again, to start after this job; return what was done.
+
+        Raises NoAnswerError if the next job may be in the queue without a known id.
+        """
         script = self.folder / self.dialect.script_file
         if not script.is_file():
             self._print_line(f"{script} is missing: the script of this job could not be read")
             return ""
         words = [*self._submit_words(), *self.dialect.output_options(self.folder), str(script)]
+        job = ""
         with suppress(subprocess.TimeoutExpired):  # refusals are in the output of this job
             reply = subprocess.run(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=_SUBMIT_LIMIT_S
             )
+            if reply.returncode:
+                return ""
             job = self.dialect.parse_id(reply.stdout.decode(errors="replace"))
-            if not reply.returncode and job:
-                atomic.replace(self.folder / _RESTARTS_FILE, f"{job} {self._restarts + 1}\n")
-                record_job(self.dialect, self.folder, job)
-                return f"submitted again as {job}"
-        return ""
+        if not job:
+            raise NoAnswerError(
+                f"{' '.join(self.dialect.submit)} returned no id within {_SUBMIT_LIMIT_S} s: the "
+                "next job may be in the queue; see there before you submit again"
+            )
+        atomic.replace(self.folder / _RESTARTS_FILE, f"{job} {self._restarts + 1}\n")
+        record_job(self.dialect, self.folder, job)
+        return f"submitted again as {job}"
+
+    def _requeue(self, cause: str) -> int:
+        try:
+            return super()._requeue(cause)
+        except NoAnswerError as error:  # another call may let two jobs follow
+            return self._print_line(f"{cause}; {error}")
 
     def _submit_words(self) -> list[str]:
         raise NotImplementedError
@@ -131,10 +157,9 @@ class PbsJob(_SuccessiveJob):
     name, title, variable, dialect = "pbs", "PBS", pbs.PBS.id_variable, pbs.PBS
 
     def _remaining_s(self) -> float | None:
-        try:
-            attributes = pbs.job_attributes(self.id)
-        except HpctrainError:
-            attributes = {}
+        attributes = pbs.parse_attributes(batch_job.output("qstat", "-x", "-f", self.id))
+        if not attributes and self._end_s is not None:
+            return None
         limit_s = _parse_s(attributes.get("Resource_List.walltime", "")) or self.options.time_s
         begin_s = self._begin_s
         with suppress(ValueError):

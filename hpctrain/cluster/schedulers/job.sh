@@ -4,7 +4,8 @@
 # The job submits the next one with the lines below: change them, rather than to give options.
 {{ directives }}
 asked=0
-trap asked=1 USR1 TERM # also while the site is set up
+trap '[ "$asked" = 2 ] || asked=1' USR1 # also while the site is set up
+trap asked=2 TERM                       # nothing follows
 
 {{ folder }}
 # The site: modules, Python, launcher, network.

@@ -87,8 +87,13 @@ def job_attributes(job: JobId) -> dict[str, str]:
     if process.returncode:
         error_type = NoAnswerError if _NO_CONTACT.search(process.stderr) else HpctrainError
         raise error_type(f"qstat does not show jobs: {process.stderr.strip()}")
-    text = process.stdout.replace("\n\t", "")  # a long value goes on in lines after a tab
-    return dict(re.findall(r"^ {4}([\w.]+) = (.*)$", text, re.M))
+    return parse_attributes(process.stdout)
+
+
+def parse_attributes(text: str) -> dict[str, str]:
+    """Return the attributes in the output of `qstat -f`."""
+    # A long value goes on in lines after a tab.
+    return dict(re.findall(r"^ {4}([\w.]+) = (.*)$", text.replace("\n\t", ""), re.M))
 
 
 def _query(job: JobId) -> list[JobState]:

@@ -140,12 +140,12 @@ class BatchJob:
         self._process, self._is_stopping = None, False
         return code if code >= 0 else 128 - code
 
-    def _stop_ranks(self) -> None:
-        """Leave the reason for the run, and pass USR1 on to the ranks, from now on repeatedly."""
+    def _stop_ranks(self, end: tuple[bool, float | None] | None = None) -> None:
+        """Leave the reason that `end` gives, and pass USR1 on to the ranks, repeatedly from now."""
         self._asked_s = time.monotonic() if self._asked_s is None else self._asked_s
         if self._process and not self._is_stopping:
             self._is_stopping = True
-            is_preempted, rest_s = self._query_end()
+            is_preempted, rest_s = end or self._query_end()
             is_due = rest_s is not None and rest_s < _EARLY_S
             with suppress(OSError):
                 reason = "preempted\n" if is_preempted else "time limit\n" * is_due
@@ -161,7 +161,7 @@ class BatchJob:
             is_preempted, rest_s = self._query_end()
             self._next_query_s = time.monotonic() + (_RETRY_S if rest_s is None else rest_s)
             if is_preempted or (rest_s is not None and rest_s <= 0):
-                self._stop_ranks()
+                self._stop_ranks((is_preempted, rest_s))
 
     def _query_end(self) -> tuple[bool, float | None]:
         """Return whether the job is preempted, and the seconds to USR1, None without an answer."""

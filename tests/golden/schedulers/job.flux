@@ -12,7 +12,8 @@
 # flux: --queue=debug
 # flux: --exclusive
 asked=0
-trap asked=1 USR1 TERM # also while the site is set up
+trap '[ "$asked" = 2 ] || asked=1' USR1 # also while the site is set up
+trap asked=2 TERM                       # nothing follows
 
 # The site: modules, Python, launcher, network.
 if [ -f flux/site.env ] && ! . flux/site.env; then
