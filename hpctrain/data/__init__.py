@@ -11,6 +11,7 @@ from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.derived import (
     SelectedSamples,
+    count_labels,
     has_known_targets,
     known_targets,
     resize_training_set,
@@ -61,6 +62,7 @@ __all__ = [
     "TextOptions",
     "WebdatasetOptions",
     "ZarrOptions",
+    "count_labels",
     "dropped_batch",
     "has_known_targets",
     "in_pieces",

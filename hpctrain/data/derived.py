@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
-from hpctrain.data.dataset import Dataset, DerivedSamples, Samples, Split
+from hpctrain.data.dataset import Dataset, DerivedSamples, Samples, Split, in_pieces
 from hpctrain.data.reading import unwrap
 from hpctrain.data.sampler import order_of
 from hpctrain.data.stored import StoredSamples
@@ -92,3 +92,27 @@ def known_targets(samples: Samples) -> Any:
     if isinstance(base, Dataset | StoredSamples) and has_known_targets(base):
         return base.y
     return base.rows(np.arange(min(len(base), SAMPLES_PER_CHECK)))[1]
+
+
+def count_labels(samples: Samples, classes: int, rank: int = 0, size: int = 1) -> np.ndarray:
+    """Return the number of labels of each class, int64 (classes,), over all samples of a data set.
+
+    Each label counts once, whatever the length of an epoch. With `size` the samples are cut into as
+    many parts, and part `rank` is counted alone. Labels that are not in memory are read. Raises
+    UsageError for targets that are not integers in 0 .. classes - 1.
+    """
+    base, targets = unwrap(samples), known_targets(samples)
+    if isinstance(targets, dict | tuple):
+        raise UsageError(f"labels: expected one array, seen a {type(targets).__name__}")
+    first, end = (len(base) * n // size for n in (rank, rank + 1))
+    parts = [targets[first:end]] if len(targets) == len(base) else (
+        y for _, y in in_pieces(base, np.arange(first, end)))  # fmt: skip
+    counts = np.zeros(classes, np.int64)
+    for y in parts:
+        if y.size and (y.dtype.kind not in "iu" or not 0 <= y.min() <= y.max() < classes):
+            raise UsageError(
+                f"labels: expected integers in 0 .. {classes - 1}, seen {y.dtype} from {y.min()} "
+                f"to {y.max()}"
+            )
+        counts += np.bincount(y.reshape(-1).astype(np.int64), minlength=classes)
+    return counts

@@ -17,14 +17,13 @@ from hpctrain.core.errors import UsageError
 from hpctrain.data import (
     Samples,
     Split,
-    in_pieces,
-    known_targets,
+    count_labels,
     resize_training_set,
     unwrap,
 )
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
 from hpctrain.engines.engine import sum_over
-from hpctrain.nn.losses import balanced_class_weights, count_classes
+from hpctrain.nn.losses import balanced_class_weights
 from hpctrain.training.recipe import Recipe
 from hpctrain.world import World
 
@@ -109,17 +108,11 @@ def choose_class_weights(
         return None
     if spec.loss.class_weights != "balanced":
         return tuple(map(float, spec.loss.class_weights))
-    train = unwrap(split.train)
 
     def count() -> np.ndarray:
         if outputs is None:
             raise UsageError("[loss] class_weights: 'balanced' needs the number of classes")
-        targets, n = known_targets(train), len(train)
-        rank, size = world.link.rank, world.link.size
-        first, end = n * rank // size, n * (rank + 1) // size
-        own = [targets[first:end]] if len(targets) == n else (
-            y for _, y in in_pieces(train, np.arange(first, end)))  # fmt: skip
-        return sum((count_classes(y, outputs) for y in own), np.zeros(outputs, np.int64))
+        return count_labels(split.train, outputs, world.link.rank, world.link.size)
 
     counts = sum_over(world.main, world.on_all_ranks(count))
     weights = balanced_class_weights(counts)

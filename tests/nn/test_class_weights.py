@@ -14,6 +14,7 @@ import hpctrain as ht
 from hpctrain import data, engines, nn
 from hpctrain.commands.checkpoint import evaluate
 from hpctrain.core.errors import UsageError
+from hpctrain.data import Dataset, count_labels
 from hpctrain.nn.losses import wait_for_sums
 from hpctrain.training import recipe, runs
 
@@ -206,7 +207,13 @@ REFUSED = {
     "lists": (lambda folder: spec(folder, [[1], [1, 2]]), r"class_weights: expected a number of 0"),
     "negative": (lambda folder: spec(folder, [1.0, -1.0, 1.0]), "a number of 0 or more for each"),
     "all 0": (lambda folder: nn.CrossEntropy([0, 0]), "not all 0"),
-    "text": (lambda folder: nn.CrossEntropy("balanced"), "a number of 0 or more for each class"),
+    "text": (lambda folder: nn.CrossEntropy("balanced"), r"write balanced_class_weights\(counts\)"),
+    "real labels": (lambda folder: count_labels(Dataset(np.ones((3, 1)), np.ones(3)), 2),
+                    "expected integers in 0 .. 1, seen float64"),
+    "a tree of labels": (lambda folder: count_labels(Dataset(np.ones((3, 1)), (np.ones(3),)), 2),
+                         "expected one array, seen a tuple"),
+    "a label too large": (lambda folder: count_labels(Dataset(np.ones((3, 1)), np.arange(3)), 2),
+                          "seen int64 from 0 to 2"),
     "a missing class": (lambda folder: nn.balanced_class_weights([3, 0, 1]),
                         "class 1 has no training sample"),
     "too few": (lambda folder: run_on("threads", 2, lambda world: runs.train(

@@ -196,10 +196,10 @@ def test_a_run_of_a_trainer_keeps_the_scale_of_its_samples(tmp_path, caplog, x, 
 
 
 def test_real_targets_are_no_labels(tmp_path):
-    made = spec(write(tmp_path, "npy", COLUMNS, COLUMNS[:, 0]))
-    made = recipe.check(made.tables | {"loss": {"kind": "cross_entropy"}})
+    tables = spec(write(tmp_path, "npy", COLUMNS, COLUMNS[:, 0])).tables
+    labelled = recipe.check(tables | {"loss": {"kind": "cross_entropy"}})
     with pytest.raises(UsageError, match="expected integer class labels, seen float32; convert"):
-        runs.count_outputs(made, loading.load_raw(made))
+        runs.count_outputs(labelled, loading.load_raw(labelled))
 
 
 def test_tokens_of_bytes_are_no_images(tmp_path):

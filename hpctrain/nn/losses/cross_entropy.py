@@ -116,8 +116,10 @@ def as_class_weights(weights: Any, place: str) -> tuple[float, ...]:
         array = np.zeros(0)
     is_valid = array.ndim == 1 and array.dtype.kind in "fiu" and np.isfinite(array).all()
     if not is_valid or (array < 0).any() or not (array > 0).any():
+        remedy = "; write balanced_class_weights(counts)" * isinstance(weights, str)
         raise UsageError(
             f"{place}: expected a number of 0 or more for each class, not all 0, seen {weights!r}"
+            f"{remedy}"
         )
     return tuple(map(float, array))
 
