@@ -36,7 +36,8 @@ def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
     names = list(names)
     name = str(name)
     nearest = [SYNONYMS[name]] if SYNONYMS.get(name) in names else []
-    nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    for text in (name, name.lower()):
+        nearest = nearest or difflib.get_close_matches(text, names, n=1, cutoff=0.5)
     hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"
     return f"unknown {kind} {brief(name)}; {hint}"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import TOP_K
+from hpctrain.core.metrics import DIRECTIONS, TOP_K
 from hpctrain.core.names import unknown
 from hpctrain.nn.metrics.counts import bind_confusion, bind_f1, bind_top_k
 from hpctrain.nn.metrics.metric import Metric, Observation, Summand, Value, bind_own
@@ -48,6 +48,11 @@ def check_metrics(metrics: Iterable[str | Metric], place: str = "metrics") -> li
                 raise UsageError(f"{place}: expected one metric of the name '{metric.name}'")
             checked[metric.name] = metric
             continue
+        if str(metric) in DIRECTIONS and not is_name(metric):
+            raise UsageError(
+                f"{place}: '{metric}' is a metric of a loss, and always there with it, as "
+                f"test_{metric}; leave it out"
+            )
         if not is_name(metric):
             raise UsageError(f"{place}: {unknown('metric', metric, NAMES)}")
         name = metric.replace("-", "_")

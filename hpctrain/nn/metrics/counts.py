@@ -87,8 +87,8 @@ def bind_top_k(task: Task, name: str) -> Summand:
         raise UsageError(f"metrics: '{name}' is of one class of several, but the model has labels")
     if not 1 < k < task.classes:
         raise UsageError(
-            f"metrics: '{name}' of {task.classes} classes: expected a number from 2 to "
-            f"{task.classes - 1}; top_1 is the accuracy, top_{task.classes} is always 1"
+            f"metrics: '{name}' of {task.classes} classes: expected k >= 2, and more classes "
+            f"than k; top_1 is the accuracy, top_{task.classes} is always 1"
         )
 
     def count_hits(observation: Observation) -> np.ndarray:
