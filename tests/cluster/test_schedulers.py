@@ -126,6 +126,7 @@ def test_a_job_from_its_submission_to_its_end(name, tmp_path):
     assert output_of(name, "status", "run", "--wait", "1")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_is_cancelled(name):
     job = submit(name)
