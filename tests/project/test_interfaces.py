@@ -48,7 +48,7 @@ QUESTIONS: dict[str, int] = {
     "torch/modules/buffers.py": 1,
     "torch/modules/direct_gradients.py": 1,
     "torch/modules/draws.py": 1,
-    "torch/modules/loss_modules.py": 3,
+    "torch/modules/loss_modules.py": 2,
     "torch/modules/losses.py": 5,
     "torch/modules/model.py": 3,
     "torch/modules/optimizers/attributes.py": 3,

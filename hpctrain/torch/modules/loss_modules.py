@@ -177,7 +177,7 @@ def as_logits(loss: Any, outputs: np.ndarray, y: Any) -> tuple[np.ndarray, Any]:
     if isinstance(loss, nn.BCELoss):
         largest = np.finfo(np.float64).max  # of a probability of 1; NaN alone is a fault
         outputs = torch.from_numpy(outputs).double().logit().clamp(-largest, largest).numpy()
-    if _is_of_classes(loss) and getattr(y, "shape", None) == outputs.shape:
+    if isinstance(y, np.ndarray) and _is_of_classes(loss) and y.shape == outputs.shape:
         return np.moveaxis(outputs, 1, -1), np.moveaxis(y, 1, -1)  # probabilities of classes
     if not isinstance(y, np.ndarray) or y.dtype.kind not in "iu":
         return outputs, y
