@@ -60,7 +60,7 @@ _JOB_OPTIONS = (
         "--time",
         default="1:00:00",
         metavar="TIME",
-        help="Time limit, as for sbatch; default: 1:00:00.",
+        help="Time limit: minutes, H:M:S, D-H or D-H:M:S; default: 1:00:00.",
     ),
     click.option(
         "--site", metavar="NAME", help=f"A profile: {', '.join(site_names())}, or a .toml file."

@@ -282,6 +282,7 @@ REFUSED = {
     "flux --option signal=USR1@5": "--option signal: cannot be set: use --warn-s",
     "pbs --option q=$(a)": "since qsub reads the value from a line of the script; seen '$(a)'",
     "flux --option queue=a --option queue=b": "--option queue: expected it once, seen it 2 times",
+    "pbs --time 2h": "expected minutes, H:M:S, D-H or D-H:M:S, such as 2:00:00",
     "pbs --time 1:00": "is 60 s, but the stop signal comes 120 s before",
 }
 

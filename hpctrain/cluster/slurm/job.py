@@ -78,7 +78,7 @@ def parse_time_limit_s(time: str) -> int:
     """Return the seconds of a time limit in sbatch's notation; raise UsageError if it is wrong."""
     match = _TIME_PATTERN.fullmatch(time)
     if not match:
-        raise UsageError(f"--time {time}: expected minutes, H:M:S, D-H or D-H:M:S, as for sbatch")
+        raise UsageError(f"--time {time}: expected minutes, H:M:S, D-H or D-H:M:S, such as 2:00:00")
     days, hours, minutes, seconds, field1, field2, field3 = (int(n or 0) for n in match.groups())
     if match[1] is not None:
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
