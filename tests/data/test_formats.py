@@ -418,6 +418,13 @@ def hdf5_with(folder: Path, change) -> dict:
     return table
 
 
+@pytest.mark.parametrize("kind", ["parquet", "zarr", "safetensors", "webdataset", "huggingface"])
+def test_a_file_of_another_kind_is_named(tmp_path, kind):
+    path = write("hdf5", tmp_path, SAMPLES["float32"], Y)["path"]
+    table = {"kind": kind, "path": path, "x": "x", "y": "y"}
+    refused(lambda: load(table), "seen 'hdf5': set .data. kind = 'hdf5'")
+
+
 def external(file, h5py) -> None:
     del file["in/x"]
     file["in/x"] = h5py.ExternalLink("other.h5", "x")

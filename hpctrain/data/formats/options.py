@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic
 
 from hpctrain.core import config
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import expanded
 from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Split, make_split
@@ -43,6 +44,16 @@ def find_paths(name: str) -> list[Path]:
     return paths
 
 
+def _other_kind(path: Path, kind: str) -> str:
+    """Return the kind that the first bytes of a file show; empty for `kind`, or if unsure."""
+    from hpctrain.data.formats.info import guess_kind  # late: it imports this module
+
+    with suppress(HpctrainError, OSError):
+        guess = guess_kind(path)
+        return guess if guess not in (kind, "idx") else ""  # any gzip file looks like idx
+    return ""
+
+
 @config.options
 class FileOptions(ArrayOptions):
     """Keys of `[data]` for files of every format."""
@@ -58,7 +69,17 @@ class FileOptions(ArrayOptions):
 
     def _open(self, name: str, keys: tuple[Any, Any], finite: bool, **split: Any) -> FileSamples:
         """Return the samples under `keys` in the files that `name` matches."""
-        parts = [self._probe(path, keys, **split) for path in find_paths(name)]
+        paths = find_paths(name)
+        try:
+            parts = [self._probe(path, keys, **split) for path in paths]
+        except UsageError:
+            kind = type(self).__name__.removesuffix("Options").lower()
+            if other := _other_kind(paths[0], kind):
+                raise UsageError(
+                    f"{paths[0]}: expected a file of the kind '{kind}', seen '{other}': set [data] "
+                    f"kind = '{other}'; see hpctrain data info"
+                ) from None
+            raise
         x, y = (FileArray(column) for column in zip(*parts, strict=True))
         classes = self.classes or y.parts[0].classes
         return read_samples(x, y, classes, f"{name}: {_text(keys[0])}, {_text(keys[1])}", finite)
