@@ -228,6 +228,7 @@ ARGUMENTS = {
 OF_TRAINER = """
     model optimizer engine seed precision world callbacks faults init mesh pipeline train epochs
     steps batch micro_batches evaluate out resume replay options checkpoints trace origin elastic
+    metrics
 """
 
 
