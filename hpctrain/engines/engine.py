@@ -158,7 +158,8 @@ class AgreedCommit(Commit):
         try:
             release()
         except LostRankError as error:
-            self._lost_rank = error  # the step is committed; others may still read the sums
+            # The step is committed; others may still read the sums. Frames would hold the engine.
+            error.__context__, self._lost_rank = None, error.with_traceback(None)
 
     def pieces(self) -> list[Piece]:
         """Return all pieces of the state of `step`."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import checkpoint
+from hpctrain import checkpoint, data
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import unwrap
+from hpctrain.data.reading import chunk_rows_of
 from hpctrain.training import orders, run_facts
 from hpctrain.training.arguments import check_sets
 from hpctrain.training.callbacks import Callbacks, check_metrics
@@ -82,6 +83,10 @@ def _agree_on_batches(segment: FitSegment) -> None:
         plan_text += f", in the order of {sampler.order!r}"
     if sampler.chunk_rows is not None:
         plan_text += f", shuffled by chunks of {sampler.chunk_rows}"
+    reading, chunk_rows = data.reading_of(fit.train), chunk_rows_of(fit.train)
+    if chunk_rows is not None or reading != data.ReadOptions():  # a node's reader is collective
+        ahead = data.batches_to_read_ahead(fit.train)
+        plan_text += f", read by {reading}, chunks of {chunk_rows}, {ahead} batches ahead"
     world.must_agree(plan_text, "the plan of a training")
     orders.draw(world, sampler, 0, 0)
 

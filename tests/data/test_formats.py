@@ -96,7 +96,7 @@ def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, 
     monkeypatch.setattr(arrays.Blocks, "_block", note_block)
     monkeypatch.setattr(arrays, "CACHE_BYTES", 1)
     monkeypatch.setattr(node_rows, "PIECE_BYTES", 3 * layout.row_bytes)
-    node_rows.FillReader(train, sampler, layout).read(range(1), slot)
+    node_rows.FillReader(train, sampler, layout, lambda: None).read(range(1), slot)
     assert (max(pieces), sum(pieces)) == (3, N)
     assert decoded == ([*range(1, 8)] if name == "hdf5, gzip" else [])  # 0 was there
     assert np.array_equal(slot[0][:N], SAMPLES["float32"][sampler.batch_indexes(0, 1)])

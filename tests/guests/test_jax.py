@@ -200,8 +200,8 @@ ERRORS = {
         r"expected a scalar, seen a tuple; .* metrics=\('accuracy',\)",
     ),
     "other metrics": (
-        lambda world: fit(world, metrics=["f1"]),
-        r"with the metrics \['f1'\], seen a pair with \['accuracy'\]",
+        lambda world: fit(world, metrics=["f9"]),
+        r"with the metrics \['f9'\], seen a pair with \['accuracy'\]",
     ),
     "no metrics": (
         lambda world: fit(world, loss=lambda params, x, y: loss(params, x, y)[0]),

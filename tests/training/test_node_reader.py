@@ -329,6 +329,14 @@ def test_a_rank_without_a_layout_leaves_its_node_without_a_reader(monkeypatch):
     assert all(x.reads for x in sets)  # each its own rows
 
 
+def test_ranks_that_read_otherwise_are_an_error_on_all():
+    def body(world):
+        with pytest.raises(UsageError, match="the plan of a training"):
+            fitted(world, Chunked(), reader="node" if world.rank else "rank")
+
+    run_ranks(2, lambda link: body(over_threads(link)), 5)
+
+
 def test_samples_in_memory_need_no_reader(caplog):
     run_ranks(2, lambda link: fitted(over_threads(link), Dataset(X, Y)), 20)
     messages = [x.message for x in caplog.records if "lie in memory" in x.message]

@@ -16,8 +16,7 @@ from hpctrain.core.errors import HpctrainError, UsageError
 FORGOTTEN_REASON = "Slurm has forgotten it"
 NO_ANSWER = "NO ANSWER"
 COMMAND_TIMEOUT_S = 120.0  #: a busy controller answers late
-#: Error text of Slurm's commands after a lost answer: the request may or may not have succeeded.
-#: of the errors after which a request may have been done, its reply being lost
+#: Error text of a scheduler's commands after a lost answer: the request may have succeeded.
 LOST_REPLY_PATTERN = re.compile(
     "timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I
 )

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.files import open_regular
-from hpctrain.core.opening import NAMED
 from hpctrain.data.formats.arrays import FileArray, Part
+from hpctrain.data.formats.kinds import guess_kind
 from hpctrain.data.formats.options import find_paths
 from hpctrain.data.idx import read_array
 from hpctrain.data.npy import NpzOptions, map_file
@@ -26,7 +25,6 @@ from hpctrain.data.stored import count_bytes
 
 READ_BYTES = 64 << 20  #: of an array that are read to look for values that are not finite
 MAX_CLASSES = 100_000  #: larger integers are no labels
-_TAR = slice(257, 262)  #: of "ustar" in the first header
 _X_NAMES = ("x", "images", "image", "img", "data", "features", "inputs", "input", "pixels",
             "jpg", "jpeg", "png", "npy")  # fmt: skip
 _Y_NAMES = ("y", "labels", "label", "targets", "target", "class", "classes", "cls", "fine_label")
@@ -82,40 +80,6 @@ def examine(name: str) -> FileInfo:
     size_bytes = sum(_size(path) for path in paths)
     info = FileInfo(name, kind, len(paths), size_bytes, arrays, splits)
     return FileInfo(**{**vars(info), "table": _suggest_table(info, split)})
-
-
-def guess_kind(path: Path) -> str:
-    """Return the `kind` of a file or a folder; raise UsageError if it is unknown."""
-    if path.is_dir():
-        if any((path / name).exists() for name in ("zarr.json", ".zgroup")):
-            return "zarr"
-        if any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
-            return "huggingface"
-        raise UsageError(
-            f"{path}: expected a file, or a folder of Zarr or of Hugging Face's save_to_disk, seen "
-            "another folder; for several files give a pattern, as 'folder/*.parquet'"
-        )
-    with open_regular(path, NAMED) as file:
-        start, size = file.read(512), file.seek(0, 2)
-    magics = {b"\x89HDF\r\n\x1a\n": "hdf5", b"PAR1": "parquet", b"\x93NUMPY": "npy"}
-    for magic, kind in magics.items():
-        if start.startswith(magic):
-            return kind
-    if start.startswith(b"PK"):
-        return "npz" if path.suffix == ".npz" else "zarr"
-    if start[_TAR] == b"ustar":
-        return "webdataset"
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size:
-        return "safetensors"
-    if start.startswith(b"\0\0"):
-        return "idx"
-    if start.startswith(b"\x1f\x8b") and ".tar" not in path.name and path.suffix != ".tgz":
-        return "idx"
-    raise UsageError(
-        f"{path}: expected a file of one of the kinds {', '.join(_PROBES)}, seen {size} bytes that "
-        f"begin with {start[:8]!r}; of tables in text: pandas.read_csv(path).to_parquet(other), a "
-        "compressed .tar must be decompressed"
-    )
 
 
 def _probe_keyed(module: str, path: Path, **split: Any) -> dict[str, Part | UsageError]:

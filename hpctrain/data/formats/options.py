@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic
 
 from hpctrain.core import config
-from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded
 from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Split, make_split
 from hpctrain.data.formats.arrays import FileArray, Part
+from hpctrain.data.formats.kinds import find_other_kind
 from hpctrain.data.formats.samples import FileSamples, read_samples
 
 Share = Annotated[float, pydantic.Field(gt=0, lt=1)]
@@ -42,16 +42,6 @@ def find_paths(name: str) -> list[Path]:
     if not paths:
         raise UsageError(f"[data] path: expected a file, seen none that matches {name!r}")
     return paths
-
-
-def _other_kind(path: Path, kind: str) -> str:
-    """Return the kind that the first bytes of a file show; empty for `kind`, or if unsure."""
-    from hpctrain.data.formats.info import guess_kind  # late: it imports this module
-
-    with suppress(HpctrainError, OSError):
-        guess = guess_kind(path)
-        return guess if guess not in (kind, "idx") else ""  # any gzip file looks like idx
-    return ""
 
 
 @config.options
@@ -74,7 +64,7 @@ class FileOptions(ArrayOptions):
             parts = [self._probe(path, keys, **split) for path in paths]
         except UsageError:
             kind = type(self).__name__.removesuffix("Options").lower()
-            if other := _other_kind(paths[0], kind):
+            if other := find_other_kind(paths[0], kind):
                 raise UsageError(
                     f"{paths[0]}: expected a file of the kind '{kind}', seen '{other}': set [data] "
                     f"kind = '{other}'; see hpctrain data info"
