@@ -26,6 +26,7 @@ from tables import rows_of
 
 from hpctrain import checkpoint
 from hpctrain.cluster.launch import find_mpi
+from hpctrain.cluster.slurm import batch_job
 from hpctrain.cluster.slurm.render import Job, render
 from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
@@ -405,7 +406,10 @@ def test_a_storm_of_signals_ends_no_job(slurm, tmp_path, in_container):
     (tmp_path / "slurm").mkdir()
     shutil.copy(SENT, tmp_path / "slurm")
     (tmp_path / "slurm/site.env").write_text(container * in_container + STORM)
-    _must_be(submit(slurm, tmp_path, nodes=2), complete(2), restarts=1)
+    # Longer than the interval at which USR1 is repeated: srun drops it before its tasks begin.
+    training = submit(slurm, tmp_path, step_ms=150, nodes=2)
+    assert STEPS * training.step_s > 1.5 * batch_job._REPEAT_S
+    _must_be(training, complete(2), restarts=1)
 
 
 @pytest.mark.full
