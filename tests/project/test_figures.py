@@ -367,8 +367,35 @@ RELIABILITY: Statements = [
     *(("each recovery, which takes {:.2f} s then.", [row["lost_s_per_fault"]])
       for row in rows("survival-ettr-openmpi", part="5 s, spares")),
 ]  # fmt: skip
+GPU_STEPS, GPU_TENSORS = "gpu/steps", "gpu/tensors"
+COPIED = {what: value("gpu/optimizer", "gb_per_s", what=what)
+          for what in ("copy", "sgd", "momentum", "adamw")}  # fmt: skip
+ALL_REDUCED = {"bytes": 512 * MIB}
+GPUS: Statements = [
+    ("transformer {:.2f} ({:.1f} ms), MLP {:.2f} ({:.1f} ms),",
+     [figure for what in ("transformer", "mlp")
+      for figure in (ratio(GPU_STEPS, "who", "ours", "torch", what=what),
+                     1e3 * value(GPU_STEPS, who="ours", what=what))]),
+    ("ResNet-20 {:.2f} ({:.1f} ms, beside a profile) |",
+     [result("gpu/profile")["resnet20 float32"]["wall_s"]
+      / result("gpu/profile")["resnet20 torch"]["wall_s"],
+      1e3 * result("gpu/profile")["resnet20 float32"]["wall_s"]]),
+    ("| transformer in tf32, bf16 | {:.1f}, {:.1f} ms |",
+     [1e3 * value(GPU_STEPS, who=who, what="transformer") for who in ("tf32", "bf16")]),
+    ("{:.2f}, {:.2f}, {:.2f} of a copy's {:,.0f} GB/s |",
+     [*(COPIED[what] / COPIED["copy"] for what in ("sgd", "momentum", "adamw")), COPIED["copy"]]),
+    ("2 ranks | {:.1f} ms, {:.0f} times as fast as the ring through the host |",
+     [1e3 * value("gpu/allreduce-2-ranks", what="direct", **ALL_REDUCED),
+      ratio("gpu/allreduce-2-ranks", "what", "ring staged", "direct", **ALL_REDUCED)]),
+    ("512 MiB | {:.1f} ms: **{:.1f} times as long as mapped arrays,",
+     [1e3 * value(GPU_TENSORS, what="tensor", **ALL_REDUCED),
+      ratio(GPU_TENSORS, "what", "tensor", "array", **ALL_REDUCED)]),
+    ("| {:.0f} GB/s; {:.1f} GB/s |",
+     [value("gpu/paths", "gb_per_s", what=what) for what in ("ipc", "staged")]),
+]  # fmt: skip
 PAGES = {
     "README.md": README,
+    "docs/gpus.md": GPUS,
     "docs/measurements.md": MEASUREMENTS,
     "docs/engines.md": ENGINES,
     "docs/reliability.md": RELIABILITY,
