@@ -139,15 +139,6 @@ def test_the_steps_of_the_picture_are_as_long_as_its_titles_say(run):
     assert (end_ms - first_ms) / DRAWN_STEPS == pytest.approx(median_ms, rel=0.03)
 
 
-def wire_s(run: str) -> float:
-    """Return the seconds of a step, of those that are drawn, in which buckets travel."""
-    first_ms, end_ms = drawn_steps_ms(run)
-    buckets = [(max(begin, first_ms), min(end, end_ms))
-               for name, begin, end in result("step-timeline-openmpi")["pictures"][run]["spans"]
-               if name.startswith("bucket")]  # fmt: skip
-    return sum(max(end - begin, 0) for begin, end in buckets) / DRAWN_STEPS / 1e3
-
-
 RUNS = ("after backward", "during backward", "in the order of the next forward")
 DRAWN_STEPS = 3
 STEP, GLOO = "step-torch-2-ranks-openmpi", "torch-backend-cpu-4-hosts-1gbit-openmpi"
@@ -162,18 +153,17 @@ STRAGGLERS = {
     "`gossip`": "gossip",
 }  # fmt: skip
 README: Statements = [
-    ("the next step of `allreduce` is complete in {:.0f} ms (median, a core each) or {:.0f} ms",
-     [1e3 * value("survival-kills-openmpi", "p50_s", part=part)
-      for part in ("fast on free cores", "fast")]),
-    ("The wire is busy for {:.2f} to {:.2f} s of a step;", ends(list(map(wire_s, RUNS)))),
-    ("the step, which takes {:.2f}, {:.2f} and {:.2f} s.",
+    ("the next step is complete in {:.0f} ms (median, a core each)",
+     [1e3 * value("survival-kills-openmpi", "p50_s", part="fast on free cores")]),
+    ("a step takes {:.2f} s, with gradients sent during backward {:.2f} s, in the order of the "
+     "next forward {:.2f} s.",
      [value("step-timeline-openmpi", what=run) for run in RUNS]),
-    ("(128 samples per rank) a DDP step takes {:.2f} of that on gloo, not {:.2f};",
+    ("With 128 samples per rank a DDP step takes {:.2f} of that on gloo, not {:.2f}.",
      [ratio(STEP, "algorithm", "ddp", "gloo", batch_per_rank=batch) for batch in (128, 32)]),
-    ("an MLP on four hosts at 1 Gbit/s takes {:.2f} of its time on gloo,",
+    ("An MLP on four hosts at 1 Gbit/s takes {:.2f} of its time on gloo.",
      [ratio(GLOO, "backend", "hpctrain", "gloo", operation="DDP MLP, batch 32")]),
-    ("a call with 4 bytes costs {:.1f} times one of mpi4py, and {:.1f} times with the check of "
-     "arguments",
+    ("A call with 4 bytes costs {:.1f} times one of mpi4py, {:.1f} times with the check of "
+     "arguments.",
      [ratio(FEW, "call", call, "native-plain", bytes=4) for call in ("plain", "checked")]),
 ]  # fmt: skip
 MEASUREMENTS: Statements = [
