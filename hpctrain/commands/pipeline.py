@@ -41,7 +41,7 @@ Examples:
   hpctrain pipeline draw --schedule zb-v --ranks 4 --micro-batches 8 --plot zb-v.png
   hpctrain pipeline draw --schedule interleaved --chunks 4 --ranks 4 --micro-batches 8
 
-Times are in the unit of --costs; messages take none. docs/parallel.md draws all schedules.
+Times are in the unit of --costs; messages take none. docs/parallel.md draws two.
 """
 
 
