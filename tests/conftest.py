@@ -71,7 +71,7 @@ def slurm_daemons() -> Iterator[real_slurm.Slurm]:
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     # Four nodes share the cores of one: whoever waits is to let others compute.
     own = {**LAUNCHER, "PATH": path, "OMPI_MCA_mpi_yield_when_idle": "1"}
-    # The long addresses of UCX do not always come through Slurm's PMI: see docs/sharp-bits.md.
+    # The long addresses of UCX do not always come through Slurm's PMI: see docs/slurm.md.
     own |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
     with real_slurm.running({**os.environ, **own}) as slurm:
         yield slurm
