@@ -254,20 +254,8 @@ ENGINES: Statements = [
 #: engine in docs/reliability.md: part of the results
 KILLS = {
     "MPI alone: revoke, shrink, all-reduce": "bare", "`allreduce`": "fast",
-    "`allreduce`, a core each": "fast on free cores",
-    "`allreduce`, ordered sums, a core each": "ordered on free cores",
-    "`allreduce`, ordered sums": "ordered", "`allreduce`, `shard_optimizer`": "shards",
-    "`ps-sync`, 2 colocated servers": "ps-sync", "`local-sgd`": "local-sgd",
-    "restart from a checkpoint, without ULFM": "restart",
+    "`allreduce`, a core each": "fast on free cores", "`allreduce`, `shard_optimizer`": "shards",
 }  # fmt: skip
-STAGES = ("noticed_s", "regrouped_s", "continued_s", "next_step_s")  # of a recovery, in order
-
-
-def parts_ms(engine: str) -> list[float]:
-    """Return the medians of the parts of a recovery."""
-    (row,) = rows("survival-kills-openmpi", part=engine)
-    times = np.array([[kill[stage] for stage in STAGES] for kill in row["each"]])
-    return list(1e3 * np.median(np.diff(times, prepend=0.0), axis=0))
 
 
 def lines(campaign: str) -> list[dict[str, Any]]:
@@ -282,12 +270,11 @@ def campaign(name: str) -> list[int]:
     return [len(cases), sum(len(line["case"]["faults"]) for line in cases), len(passed)]
 
 
-def compared(name: str) -> list[int]:
-    """Return the number of cases with the parameters of a run without faults; of ordered sums."""
+def compared(name: str) -> int:
+    """Return the number of cases with the parameters of a run without faults."""
     equal = [line for line in lines(name) if line["reference_sha256"]]
     assert all(line["params_sha256"] == line["reference_sha256"] for line in equal)
-    ordered = [line for line in equal if line["case"]["engine"] == "ordered"]
-    return [len(equal), len([x for x in ordered if any(a["fired"] for a in x["attempts"])])]
+    return len(equal)
 
 
 ETTR = {
@@ -299,34 +286,16 @@ RELIABILITY: Statements = [
     *((f"| {label} | {{}} | {{:.0f}} ms | {{:.0f}} ms |",
        [row["kills"], row["p50_s"] * 1e3, row["p99_s"] * 1e3])
       for label, part in KILLS.items() for row in rows("survival-kills-openmpi", part=part)),
-    ("and takes {:.0f} of the {:.0f} ms by itself.",
-     [parts_ms("ordered on free cores")[-1],
-      1e3 * value("survival-kills-openmpi", "p50_s", part="ordered on free cores")]),
-    ("parts of `allreduce` are {:.0f} ms until MPI has reported the loss to all ranks, {:.0f} ms "
-     "for new communicators, {:.0f} ms for the new engine and its state, and {:.0f} ms for the "
-     "step.",
-     parts_ms("fast")),
     *((f"| `chaos-{name}.jsonl.gz` | {launcher} | {{:,}} | {{:,}} | {{:,}} |", campaign(name))
       for name, launcher in (("elastic", "`elastic`, Open MPI"), ("threads", "`threads`"))),
-    ("all {:,} cases whose parameters could be compared ended with the parameters of the run "
-     "without faults, all {:,} with ordered sums", compared("elastic")),
-    ("Of the cases between threads {:,} could be compared, among them {:,} with ordered sums",
-     compared("threads")),
+    ("In all {:,} elastic and {:,} threaded cases that could be compared the parameters equal",
+     [compared(name) for name in ("elastic", "threads")]),
     *(("takes {:.3f} times as long with ULFM as without ({:.3f} to {:.3f}, {} rounds)",
        [row["ratio"], row["least"], row["most"], row["rounds"]])
       for row in rows("survival-cost-openmpi", part="elastic on free cores")),
-    *(("which share the cores, {:.3f} times ({:.3f} to {:.3f})",
-       [row["ratio"], row["least"], row["most"]])
-      for row in rows("survival-cost-openmpi", part="elastic")),
     *((f"| {label} | {{}} | {{}} | {{:.1f}} % | {{:.1f}} % |",
        [row["faults"], row["spares"], 100 * row["ettr"], 100 * row["goodput"]])
       for label, part in ETTR.items() for row in rows("survival-ettr-openmpi", part=part)),
-    *(("A restart takes {:.1f} s, a checkpoint {:.0f} ms; Young's interval (1974) is {} steps, "
-       "with which Daly (2006) expects {:.1f} %.",
-       [row["restart_s"], 1e3 * row["checkpoint_s"], row["checkpoint_steps"], 100 * row["daly"]])
-      for row in rows("survival-ettr-openmpi", part="5 s, restart")),
-    *(("each recovery, which takes {:.2f} s then.", [row["lost_s_per_fault"]])
-      for row in rows("survival-ettr-openmpi", part="5 s, spares")),
 ]  # fmt: skip
 GPU_STEPS, GPU_TENSORS = "gpu/steps", "gpu/tensors"
 COPIED = {what: value("gpu/optimizer", "gb_per_s", what=what)
