@@ -2,7 +2,8 @@
 
 A ```python block runs unless its fence says ```python no-run: REASON. The blocks of a file run in
 one process, in order, as a reader would. Lines after `$` run in blocks fenced ```console run; in
-those fenced ```console train they train for a few steps only, with ranks as threads.
+those fenced ```console train they train for a few steps only, with ranks as threads. A block
+whose fence ends in `as NAME` is a file that the commands of the page find under this name.
 
 After ```text printed by: stand the first words of a command of the page, and it must print each
 line of the block, but for numbers, units of time, paths and the width of tables; after
@@ -72,6 +73,12 @@ def commands(text: str, fence: str = "console run") -> list[str]:
     return [line.removeprefix("$ ") for code in run for line in code if line.startswith("$ ")]
 
 
+def files(text: str) -> dict[str, str]:
+    """Return the contents of blocks fenced ```LANGUAGE as NAME, by name."""
+    named = [(re.fullmatch(r"\w+ as ([\w.-]+)", i), code) for i, _, code in blocks(text)]
+    return {match[1]: "\n".join([*code, ""]) for match, code in named if match}
+
+
 def normal(line: str) -> str:
     """Return a line without what differs from run to run: numbers, units, paths, widths."""
     line = re.sub(r"(?<![\w.])/\S+", "PATH", line)
@@ -119,6 +126,8 @@ def test_python_blocks(page, start, tmp_path):
 def test_commands(page, tmp_path):
     env = {**os.environ, **LAUNCHER, "PATH": f"{BIN}:{os.environ['PATH']}"}
     message: dict[str, str] = {}
+    for name, content in files(PAGES[page]).items():
+        (tmp_path / name).write_text(content)
     for command in commands(PAGES[page]):
         completed = subprocess.run(
             command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True
@@ -200,6 +209,9 @@ b
 $ ls
 out
 ```
+```toml as my.toml
+b = 2
+```
 """
 
 
@@ -207,6 +219,7 @@ def test_page_is_taken_apart():
     assert script(PAGE).splitlines()[2] == "a = 1"
     assert script(PAGE).split() == ["a", "=", "1"]
     assert commands(PAGE) == ["ls"]
+    assert files(PAGE) == {"my.toml": "b = 2\n"}
 
 
 RECIPES = PAGES["docs/recipes.md"]
@@ -403,6 +416,31 @@ def test_links_lead_to_files_and_headings(page):
         if not file.exists() or (anchor and anchor not in anchors):
             missing.append(f"{target}#{anchor}")
     assert not missing, f"{page} links to what is not there"
+
+
+#: words of README.md and docs/ that a reader can be asked to search
+WORDS = 45_000
+#: pages that answer one question, and their words
+SHORT_PAGES = {
+    "README": 350, "log-to-wandb": 300, "my-job-was-preempted": 300, "my-own-data": 300,
+    "my-script-under-srun": 300, "tutorial-first-run": 300, "tutorial-pytorch": 300,
+    "why-is-it-slow": 300,
+}  # fmt: skip
+
+
+def count_words(file: Path) -> int:
+    return len(file.read_text().split())
+
+
+def test_the_docs_are_short():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    words = {p.relative_to(ROOT).as_posix(): count_words(p) for p in pages if p.name != "files.md"}
+    assert sum(words.values()) <= WORDS, sorted(words.items(), key=lambda item: -item[1])
+
+
+@pytest.mark.parametrize("page", SHORT_PAGES)
+def test_a_page_of_one_question_is_short(page):
+    assert count_words(ROOT / "docs" / f"{page}.md") <= SHORT_PAGES[page]
 
 
 def test_the_readme_is_short():
