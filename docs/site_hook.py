@@ -55,8 +55,8 @@ INTERNAL = {
     "updates_per_step", "Adasum", "Average", "Max", "Min", "Product", "Sum",
 }  # fmt: skip
 #: pages that show the arguments of their classes alone, and the classes whose members users call
-ARGUMENTS_ALONE = {"ht.nn", "ht.engines", "ht.parallel"}
-WITH_MEMBERS = {"Layer", "Loss", "Model"}
+ARGUMENTS_ALONE = {"ht.nn", "ht.engines", "ht.parallel", "ht.torch", "ht.jax"}
+WITH_MEMBERS = {"ht.nn.Layer", "ht.nn.Loss", "ht.nn.Model", "ht.torch.Trainer", "ht.jax.Trainer"}
 
 
 class OptionsClasses(griffe.Extension):
@@ -91,7 +91,8 @@ def api_page(title: str, module: str) -> str:
     for name in public_names(module):
         page += f"\n::: {module}.{name}\n    options:\n      heading: {title}.{name}\n"
         page += f"      toc_label: {name}\n"
-        if name not in WITH_MEMBERS and (title in ARGUMENTS_ALONE or name.endswith("Options")):
+        is_short = title in ARGUMENTS_ALONE or name.endswith("Options")
+        if is_short and f"{title}.{name}" not in WITH_MEMBERS:
             page += "      members: false\n      inherited_members: false\n"
     return page
 

@@ -2,12 +2,12 @@
 
 A callback is a function of a row, a dict as in metrics.jsonl, or an object with some of:
 
-on_begin(run)          before the first step, with a `Run`; may return the callback of this run
-on_row(row)            with each row of metrics
-on_epoch(row)          with the row at the end of an epoch, after on_row
-on_checkpoint(folder)  after a checkpoint was saved, with its folder
-on_end(summary)        at the end of the run, also if it was stopped or failed on all ranks
-save_state()           before each row: JSON data, which checkpoints and the other ranks keep
+    on_begin(run)          before the first step, with a Run; may return the callback of this run
+    on_row(row)            with each row of metrics
+    on_epoch(row)          with the row at the end of an epoch, after on_row
+    on_checkpoint(folder)  after a checkpoint was saved, with its folder
+    on_end(summary)        at the end of the run, also if it was stopped or failed on all ranks
+    save_state()           before each row: JSON data, which checkpoints and the other ranks keep
 
 A function, on_row and on_epoch return None to go on, True or a text, the reason, to stop; a stop
 on one rank stops all ranks at that row. After a resume, or the loss of ranks, on_begin is called

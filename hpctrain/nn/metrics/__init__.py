@@ -1,8 +1,10 @@
 """Metrics of a test set beside its loss; their values are exact on any number of ranks.
 
-metric.py   sums of a set, and a metric of the user's own    counts.py   F1, confusion, top-k
-auc.py      the area under the ROC curve                     scores.py   outputs as scores
-bound.py    metrics by name, bound to a model's task
+The files:
+
+    metric.py   sums of a set, and a metric of the user's own    counts.py   F1, confusion, top-k
+    auc.py      the area under the ROC curve                     scores.py   outputs as scores
+    bound.py    metrics by name, bound to a model's task
 """
 
 from __future__ import annotations
