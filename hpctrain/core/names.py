@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -18,6 +18,20 @@ SYNONYMS = {"lr": "rate", "learning_rate": "rate", "batch_size": "batch", "wd": 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, as in "1 rank" and "2 ranks"."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Return "0-3,8" of ascending `numbers`, as the kernel writes lists of cores."""
+    runs = [
+        [n for _, n in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2,4"."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
 def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:

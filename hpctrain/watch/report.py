@@ -13,6 +13,7 @@ from hpctrain.core import atomic, opening
 from hpctrain.watch.hung_facts import COMPUTING, ENDED, SILENT, WAITING, HungFacts, make_facts
 from hpctrain.watch.layout import Call, Snapshot
 from hpctrain.watch.node_file import FACTS_NAME, LEVELS, REPORT_NAME
+from hpctrain.watch.roll_call import NO_RECORD, make_roll_call
 
 _BLOCKED_REMEDY = """what to do: look at the ranks that the job waits for.
   stopped or dead: look on its host for its pid (killed, out of memory?)
@@ -24,6 +25,9 @@ _SCRIPT_REMEDY = """what to do: look at the ranks that the job waits for.
   computing: `py-spy dump --pid PID` shows its stack; where it is only slow, raise the time limit"""
 _MATCH_REMEDY = """what to do: make all ranks call the same operations in the same order.
   where the operations, peers and lines above differ, there it began; then --resume"""
+
+#: The states of ranks that do not wait, in words of the last sentence.
+_STATES = {SILENT: SILENT, ENDED: ENDED, COMPUTING: f"{COMPUTING}, perhaps only slow"}
 
 
 def interval_s(timeout_s: float) -> float:
@@ -75,8 +79,9 @@ def make_report(
         "these wait:" if blocking_ranks else "all ranks wait: mismatched calls",
         *describe(WAITING),
     ]
-    text = "\n".join([*lines, remedy(bool(blocking_ranks), has_folder)])
-    return HungReport(text, make_facts(judgements, missing, nodes, now_s, timeout_s))
+    lines += [remedy(bool(blocking_ranks), has_folder), _call_roll(judgements, missing)]
+    facts = make_facts(judgements, missing, nodes, now_s, timeout_s)
+    return HungReport("\n".join(lines), facts)
 
 
 def remedy(is_blocked: bool, has_folder: bool = True) -> str:
@@ -84,6 +89,17 @@ def remedy(is_blocked: bool, has_folder: bool = True) -> str:
     if is_blocked:
         return _BLOCKED_REMEDY if has_folder else _SCRIPT_REMEDY
     return _MATCH_REMEDY if has_folder else _MATCH_REMEDY.replace("; then --resume", "")
+
+
+def _call_roll(judgements: Sequence[tuple[Snapshot, str]], missing: Sequence[int]) -> str:
+    waiting = [snapshot for snapshot, judgement in judgements if judgement.endswith(WAITING)]
+    blocking = {
+        snapshot.rank: next(words for state, words in _STATES.items() if judgement.endswith(state))
+        for snapshot, judgement in judgements
+        if not judgement.endswith(WAITING)
+    }
+    size = max((snapshot.size for snapshot, _ in judgements), default=0)
+    return make_roll_call(waiting, blocking | dict.fromkeys(missing, NO_RECORD), size)
 
 
 def missing_ranks(snapshots: Sequence[Snapshot]) -> list[int]:
@@ -146,16 +162,17 @@ def make_ended_report(
             if (c.thread, c.operation) != (first_call.thread, first_call.operation)
         )
         facts.append(f"rank {other_snapshot.rank} in {_describe_first_call(other_snapshot)}")
+    judgements = [*((s, ENDED) for s in ended), *((s, WAITING) for s in waiting)]
+    missing = missing_ranks([*ended, *waiting])
     text = "\n".join(
         [
             f"hung: {', '.join(facts)}: do ranks have different numbers of batches?",
             *(_describe_rank(s, ENDED, now_s, has_steps=False) for s in ended),
             *(_describe_rank(s, WAITING, now_s, has_steps=False) for s in waiting),
             "what to do: make all ranks call the same operations in the same order",
+            _call_roll(judgements, ()),  # these are the ranks of one node
         ]
     )
-    judgements = [*((s, ENDED) for s in ended), *((s, WAITING) for s in waiting)]
-    missing = missing_ranks([*ended, *waiting])
     return HungReport(text, make_facts(judgements, missing, {}, now_s, None))
 
 

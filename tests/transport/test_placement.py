@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from hpctrain.core.names import format_ranges
 from hpctrain.transport.placement.check import (
     MAX_FAULTS_SHOWN,
     RankBinding,
@@ -15,7 +16,6 @@ from hpctrain.transport.placement.check import (
     describe_faults,
     describe_ports,
     find_faults,
-    format_ranges,
     group_by_kind,
 )
 from hpctrain.transport.placement.nearest_nics import NicPorts

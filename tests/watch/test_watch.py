@@ -330,7 +330,8 @@ def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
     assert lines[0] == "hung: a call has waited for longer than 300 s (run.timeout_s)"
     assert lines[1 : len(body) + 1] == body
     assert lines[len(body) + 1].startswith("what to do: ")
-    assert "--resume" in lines[-1]
+    assert "--resume" in lines[-2]
+    assert re.match(r"\d of \d ranks? waits? at ", lines[-1])
 
 
 def test_a_script_has_no_steps() -> None:

@@ -12,10 +12,11 @@ from hpctrain.core.run_files import run_folder
 from hpctrain.core.run_files.folder_lock import is_locked
 from hpctrain.tools.report import history
 from hpctrain.watch import diagnosis
-from hpctrain.watch.diagnosis import DEAD, Diagnosis, RankState
+from hpctrain.watch.diagnosis import ALIVE, DEAD, Diagnosis, RankState
 from hpctrain.watch.hung_facts import rank_facts, utc
 from hpctrain.watch.layout import Call
 from hpctrain.watch.report import remedy
+from hpctrain.watch.roll_call import NO_RECORD, make_roll_call
 
 MAX_ROWS = 64  #: of the table; ranks that others wait for come first
 _LONG_S = 10.0  #: a wait for longer is no part of a usual step
@@ -169,8 +170,25 @@ def remedies(job: JobState) -> Iterator[str]:
         yield f"then start the job again with --out {job.run} --resume"
     elif _is_stuck(job):
         yield from remedy(bool(result.waited_for)).splitlines()
+        yield _call_roll(result)
     else:
         yield f"nothing hangs: no wait of over {_LONG_S:g} s"
+
+
+def _call_roll(result: Diagnosis) -> str:
+    waiting = {
+        state.rank: state.record
+        for state in result.ranks
+        if state.record and state.waiting_calls and state.rank not in result.waited_for
+    }
+    blocking = {
+        state.rank: f"{state.life}{', perhaps only slow' * (state.life == ALIVE)}"
+        if state.record
+        else NO_RECORD
+        for state in result.ranks
+        if state.rank not in waiting
+    }
+    return make_roll_call([*waiting.values()], blocking, len(result.ranks))
 
 
 def _is_stuck(job: JobState) -> bool:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from hpctrain.core.launchers import TITLES
+from hpctrain.core.names import format_ranges, format_ranks
 from hpctrain.hardware.pci import parse_core_list
 from hpctrain.transport.placement.nearest_nics import (
     NEAR_VALUE,
@@ -144,20 +144,6 @@ def unbind_advice(launcher: str) -> str:
         f"{binding_option}, no taskset or numactl before the command; or start with "
         "`hpctrain launch`, which divides the cores among the ranks"
     )
-
-
-def format_ranges(numbers: Sequence[int]) -> str:
-    """Return "0-3,8" of ascending `numbers`, as the kernel writes lists of cores."""
-    runs = [
-        [n for _, n in run]
-        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-2,4"."""
-    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
 def _group_ranks(

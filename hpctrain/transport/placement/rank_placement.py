@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import Launched
+from hpctrain.core.names import format_ranges
 from hpctrain.hardware import pci
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import verify
@@ -40,7 +41,6 @@ from hpctrain.transport.placement.check import (
     describe_faults,
     describe_ports,
     find_faults,
-    format_ranges,
     group_by_kind,
 )
 from hpctrain.transport.placement.core_binding import Binding, bind_process, keep_binding

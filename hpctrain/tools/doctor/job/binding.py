@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpctrain.core.launchers import TITLES
+from hpctrain.core.names import format_ranks
 from hpctrain.hardware.pci import parse_core_list
 from hpctrain.tools.doctor.check import Check, Verdict
 from hpctrain.transport.placement.check import (
@@ -13,7 +14,6 @@ from hpctrain.transport.placement.check import (
     RankBinding,
     describe_faults,
     find_faults,
-    format_ranks,
     group_by_kind,
     unbind_advice,
 )

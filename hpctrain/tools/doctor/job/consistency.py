@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.names import format_ranks
 from hpctrain.tools.doctor import examine
 from hpctrain.tools.doctor.check import VERDICTS, Check, node_list
 from hpctrain.training import recipe
 from hpctrain.training.timeline import clock_offset, kernel
 from hpctrain.transport import machine
 from hpctrain.transport.gpu_probe import verdicts
-from hpctrain.transport.placement.check import format_ranks
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpctrain import collectives
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.names import format_ranks
 from hpctrain.tools.doctor.check import Check
-from hpctrain.transport.placement.check import format_ranks
 from hpctrain.tuning.select import auto
 from hpctrain.world import World
 
