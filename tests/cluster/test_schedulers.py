@@ -64,6 +64,30 @@ def test_kept_files_are_what_is_rendered(name):
         assert checked.stdout == ""
 
 
+def test_a_profile_of_a_site():
+    """It gives ranks, cores and options where the command line has none."""
+    text = output_of("pbs", "render", "digits", "--nodes", "2", "--site", "aurora",
+                     "--option", "queue=debug")  # fmt: skip
+    for line in (
+        "#PBS -l select=2:ncpus=96:mpiprocs=12",
+        "#PBS -q debug",
+        "#PBS -l filesystems=home:flare",
+        "# Read from public documentation, not run there:",
+        "module load frameworks || exit 1",
+        "export HPCTRAIN_LAUNCHER=mpiexec",
+    ):
+        assert line in text.splitlines()
+    assert "--ranks-per-node=12 --cores=8" in text and "site.env" not in text
+    assert "-q prod" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_options_of_a_profile_are_checked(tmp_path):
+    Path("s.toml").write_text('title = "x"\nscheduler = "pbs"\n[cpu]\noptions.quee = "a"')
+    with pytest.raises(UsageError, match="did you mean 'queue'"):
+        output_of("pbs", "render", "digits", "--site", "s.toml")
+
+
 @pytest.fixture(autouse=True)
 def cluster(tmp_path, monkeypatch):
     """Put the commands of both schedulers, and an hpctrain whose ranks are RANK, on the PATH."""
@@ -268,7 +292,7 @@ REFUSED = {
     "flux --servers 1 --nodes 2": "--servers: Flux has no such jobs here; the last ranks",
     "pbs --elastic": "--elastic: PBS has no such jobs here; after a loss",
     "flux --min-ranks 1": "--min-ranks: Flux has no such jobs here",
-    "pbs --site cpu": "write modules and the launcher into pbs/site.env",
+    "pbs --site cpu": "has another scheduler: use `hpctrain slurm`",
     "flux --interactive": "--interactive: asks salloc for nodes; here call `flux alloc -N 1`",
     "pbs --nodes 0": "--nodes: expected 1 or more, seen 0",
     "pbs --option acount=m": "did you mean 'account'",

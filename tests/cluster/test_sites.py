@@ -61,7 +61,10 @@ def test_each_line_of_a_refusal_says_who_speaks(tmp_path, monkeypatch, capsys):
     assert missing.endswith("title is missing")
 
 
-@pytest.mark.parametrize("name", site.profile_names())
+SLURM_SITES = [name for name in site.profile_names() if site.load_site(name).scheduler == "slurm"]
+
+
+@pytest.mark.parametrize("name", SLURM_SITES)
 def test_each_site_renders(name):
     result = site.load_site(name)
     for nodes in filter(None, (result.gpu, result.cpu)):
@@ -82,7 +85,7 @@ def asked_cores(text: str) -> list[int]:
     return [n * item for n, item in zip(tasks, cores, strict=True)]
 
 
-@pytest.mark.parametrize("name", [name for name in site.profile_names() if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name in SLURM_SITES if name != "cpu"])
 @pytest.mark.parametrize("extra", [{}, {"servers": 1}, {"servers": 4}, {"tasks_per_node": 20}])
 def test_no_job_asks_a_node_for_more_cores_than_it_has(name, extra):
     result = site.load_site(name)
@@ -103,6 +106,11 @@ def test_cores_of_servers():
     assert asked_cores(render(replace(beside, cpus_per_task=7), perlmutter)) == [5 * 7]
     apart = Job(nodes=4, gpus_per_node=4, servers=16, server_nodes=1)
     assert asked_cores(render(apart, perlmutter)) == [4 * 16, 16 * 16]
+
+
+def test_a_site_has_jobs_of_its_own_scheduler():
+    with pytest.raises(UsageError, match=r"Aurora .* another scheduler: use `hpctrain pbs`"):
+        render(Job(), site.load_site("aurora"))
 
 
 def test_unknown_site():

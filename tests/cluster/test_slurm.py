@@ -41,6 +41,8 @@ def files() -> dict[Path, str]:
     """Return the files that are kept, and what is to stand in them."""
     created = {ROOT / "slurm" / name: render(job) for name, job in DEFAULT_JOBS.items()}
     for name in site.profile_names():
+        if site.load_site(name).scheduler != "slurm":
+            continue
         created |= {ROOT / "slurm/sites" / file: text for file, text in envs(name).items()}
     created[ROOT / "slurm/site.env"] = envs("cpu")["cpu.env"]
     for name, (job, location) in GOLDEN.items():

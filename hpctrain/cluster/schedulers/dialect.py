@@ -11,15 +11,22 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from hpctrain.cluster.slurm.job import Job, job_name, must_have_no_faults, resource_faults
+from hpctrain.cluster.slurm.job import (
+    Job,
+    job_name,
+    must_have_no_faults,
+    node_kind,
+    resource_faults,
+    tasks_per_node,
+)
 from hpctrain.cluster.slurm.queries import JobId, JobState
-from hpctrain.cluster.slurm.render import fill_template
+from hpctrain.cluster.slurm.render import cores_per_task, fill_template
 from hpctrain.cluster.slurm.sbatch import must_be_plain_value
-from hpctrain.cluster.slurm.site import Site
+from hpctrain.cluster.slurm.site import Site, must_have_scheduler
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 
@@ -77,13 +84,9 @@ class Dialect:
         ]
         if job.interactive:
             refusals.append(f"--interactive: asks salloc for nodes; here call `{self.shell}`")
-        if site:
-            refusals.append(
-                f"--site: profiles have options of sbatch; write modules and the launcher into "
-                f"{self.name}/site.env, below the folder of submission"
-            )
-        must_have_no_faults([*refusals, *resource_faults(job)])
-        for name, value in job.options.items():
+        must_have_scheduler(site, self.name)
+        must_have_no_faults([*refusals, *resource_faults(job, site)])
+        for name, value in _add_site(job, site).options.items():
             self._check_option(name, value)
 
     def _check_option(self, name: str, value: str) -> None:
@@ -104,6 +107,7 @@ class Dialect:
     def render(self, job: Job, site: Site | None = None, folder: Path | None = None) -> str:
         """Return the script of `job`; `folder` is its run's if it is submitted at once."""
         self.check(job, site)
+        job = _add_site(job, site)
         directives = self.directives(job)
         for name, value in job.options.items():
             directives += [self.options[name].format(value)] * (name not in self.resources)
@@ -125,7 +129,9 @@ class Dialect:
                 "submit": shlex.join(self.submit),
                 "directives": "\n".join(f"{self.sentinel} {words}" for words in directives),
                 "folder": self.folder_line,
-                "site": f"{self.name}/site.env",
+                "site": site.setup_script(node_kind(job, site))
+                if site
+                else fill_template(_SITE_FILE, {"site": f"{self.name}/site.env"}),
                 "path": _path_line() if folder and not self.has_environment else "",
                 "run": shlex.quote(job.out) if job.out else f"runs/{name}-${self.id_variable}",
                 "train": shlex.join(["hpctrain", "train", job.recipe, *job.arguments]),
@@ -134,6 +140,26 @@ class Dialect:
                 "numbers": _fold([f"--{name}={value}" for name, value in numbers.items()]),
             },
         )
+
+
+_SITE_FILE = """\
+# The site: modules, Python, launcher, network.
+if [ -f {{ site }} ] && ! . {{ site }}; then
+    echo "{{ site }}: its last command failed; where that is no fault, let it end with 'true'" >&2
+    exit 1
+fi"""
+
+
+def _add_site(job: Job, site: Site | None) -> Job:
+    """Return `job` with the ranks, cores and options of the site's nodes where it has none."""
+    if site is None:
+        return job
+    return replace(
+        job,
+        tasks_per_node=tasks_per_node(job, site),
+        cpus_per_task=cores_per_task(job, site),
+        options={**site.job_options(node_kind(job, site)), **job.options},
+    )
 
 
 def _fold(words: list[str]) -> str:

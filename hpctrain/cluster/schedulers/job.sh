@@ -8,11 +8,7 @@ trap '[ "$asked" = 2 ] || asked=1' USR1 # also while the site is set up
 trap asked=2 TERM                       # nothing follows
 
 {{ folder }}
-# The site: modules, Python, launcher, network.
-if [ -f {{ site }} ] && ! . {{ site }}; then
-    echo "{{ site }}: its last command failed; where that is no fault, let it end with 'true'" >&2
-    exit 1
-fi
+{{ site }}
 set +euC +o pipefail # it may have set them
 
 {{ path }}

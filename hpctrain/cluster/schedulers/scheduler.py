@@ -71,7 +71,7 @@ def _of_dialect(dialect: Dialect) -> Scheduler:
         submit_command=" ".join(dialect.submit),
         cancel=dialect.cancel,
         script_file=dialect.script_file,
-        refused=frozenset((*REFUSED_FIELDS, "site", "interactive")),
+        refused=frozenset((*REFUSED_FIELDS, "interactive")),
         check=dialect.check,
         render=dialect.render,
         submit=partial(submit_script, dialect),

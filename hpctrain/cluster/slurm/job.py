@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.cluster.slurm import sbatch
-from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site
+from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site, must_have_scheduler
 from hpctrain.core.errors import UsageError
 
 _TIME_PATTERN = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?)|(?:(\d+)(?::(\d+))?(?::(\d+))?)")
@@ -94,6 +94,7 @@ def node_kind(job: Job, site: Site | None) -> Nodes:
 
 def check_job(job: Job, site: Site | None = None) -> None:
     """Raise a UsageError that lists all faults of an impossible job of Slurm."""
+    must_have_scheduler(site, "slurm")
     faults = resource_faults(job, site)
     if job.interactive:
         faults += _interactive_faults(job)

@@ -118,7 +118,7 @@ _HEADS = {
 
 def _sbatch_lines(job: Job, site: Site | None) -> str:
     """Return the #SBATCH lines; for a heterogeneous job the lines of both parts."""
-    nodes, cores = node_kind(job, site), _cores_per_task(job, site)
+    nodes, cores = node_kind(job, site), cores_per_task(job, site)
     tasks, server_tasks = _tasks_per_node(job, site)
     gpu_request = gpu_options(job.gpus_per_node, nodes)
     worker_options = {
@@ -153,7 +153,7 @@ def _tasks_per_node(job: Job, site: Site | None) -> tuple[int, int]:
     return workers + -(-job.servers // job.nodes), 0
 
 
-def _cores_per_task(job: Job, site: Site | None) -> int:
+def cores_per_task(job: Job, site: Site | None) -> int:
     """Return the cores of a rank: as in the profile, or fewer if its node has too few for all."""
     if job.cpus_per_task or site is None:
         return job.cpus_per_task or UNKNOWN_NODES.cpus_per_task
@@ -165,7 +165,7 @@ def _cores_per_task(job: Job, site: Site | None) -> int:
 
 
 def _extra_options(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
-    return {**(site.sbatch_options(nodes) if site else {}), **job.options}
+    return {**(site.job_options(nodes) if site else {}), **job.options}
 
 
 def _run_folder_word(job: Job) -> str:
@@ -205,7 +205,7 @@ train=(bash -c "$hide" "$workers" "${train[@]}")"""
 
 def _interactive_values(job: Job, site: Site | None) -> dict[str, str]:
     nodes = node_kind(job, site)
-    size_options = _size_options(job.nodes, tasks_per_node(job, site), _cores_per_task(job, site))
+    size_options = _size_options(job.nodes, tasks_per_node(job, site), cores_per_task(job, site))
     gpu_request = gpu_options(job.gpus_per_node, nodes)
     extra_options = merge_gpu_options(gpu_request, _extra_options(job, site, nodes))
     name_option = {"job-name": job_name(job)} if job.name else {}

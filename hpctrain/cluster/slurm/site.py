@@ -38,7 +38,7 @@ class Nodes:
     gpus_as: Literal["gpus-per-node", "gres"] = "gpus-per-node"  #: sbatch's option for GPUs
     tasks_per_node: Annotated[int, Field(ge=1)] = 1  #: of jobs without GPUs
     cpus_per_task: Annotated[int, Field(ge=1)] = 1
-    options: dict[str, str] = Field(default_factory=dict)  #: of sbatch
+    options: dict[str, str] = Field(default_factory=dict)  #: of jobs
     modules: list[str] = Field(default_factory=list)
     environment: dict[str, str] = Field(default_factory=dict)
 
@@ -53,11 +53,12 @@ class Site:
     """A cluster; `cpu` and `gpu` are its nodes without GPUs and with GPUs for hpctrain."""
 
     title: str
+    scheduler: Literal["slurm", "pbs", "flux"] = "slurm"
     cpu: Nodes | None = None
     gpu: Nodes | None = None
     read: list[str] = Field(default_factory=list)  #: the documents from which the profile was made
     notes: list[str] = Field(default_factory=list)  #: advice for users of the cluster
-    options: dict[str, str] = Field(default_factory=dict)  #: of sbatch, for all kinds of nodes
+    options: dict[str, str] = Field(default_factory=dict)  #: of jobs, for all kinds of nodes
     plugins: list[str] = Field(default_factory=list)  #: options that the site has added to sbatch
     modules: list[str] = Field(default_factory=list)
     venv: str | None = None  #: the folder of a Python environment that jobs activate
@@ -82,8 +83,8 @@ class Site:
         advice = f"ask for {max_gpus} at most" if max_gpus else "leave it out"
         raise UsageError(f"--gpus-per-node {gpus}: {self.title} {availability}; {advice}")
 
-    def sbatch_options(self, nodes: Nodes) -> dict[str, str]:
-        """Return the options of sbatch for `nodes`."""
+    def job_options(self, nodes: Nodes) -> dict[str, str]:
+        """Return the options of the submit command for `nodes`."""
         return {**self.options, **nodes.options}
 
     def setup_script(self, nodes: Nodes, exit_command: str = "exit 1") -> str:
@@ -103,7 +104,7 @@ class Site:
 
     def site_env(self, nodes: Nodes) -> str:
         """Return the text of site.env: the setup script, then options of sbatch as variables."""
-        site_options = self.sbatch_options(nodes)
+        site_options = self.job_options(nodes)
         gpu_request = gpu_options(nodes.gpus, nodes)
         options = {**site_options, **merge_gpu_options(gpu_request, site_options)}
         exports = [
@@ -115,6 +116,15 @@ class Site:
         hint = f"#   sbatch {ranks} --cpus-per-task={nodes.cpus_per_task} slurm/multi_node.sbatch"
         comment = "# Options of sbatch as variables; give the others on its command line:"
         return "\n".join([self.setup_script(nodes, "return 1"), comment, hint, *exports, ""])
+
+
+def must_have_scheduler(site: Site | None, scheduler: str) -> None:
+    """Raise UsageError unless jobs of `scheduler` run at the site."""
+    if site and site.scheduler != scheduler:
+        raise UsageError(
+            f"--site: {site.title} has another scheduler: use `hpctrain {site.scheduler}`, or "
+            f"a profile with scheduler = '{scheduler}'"
+        )
 
 
 #: Nodes of an unknown kind.
@@ -179,7 +189,7 @@ def _check_site(site: Site, source: str) -> None:
         )
     tables: list[Site | Nodes] = [site, *nodes]
     for table in tables:
-        for key, value in table.options.items():
+        for key, value in table.options.items() if site.scheduler == "slurm" else ():
             config.pick(OPTION_VARIABLES, key, f"option of sbatch in {source}:")
             must_not_be_reserved(f"[{source}] {key}", key, value)
             must_be_plain_value(f"[{source}] {key}", value)
