@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hpctrain.core import launchers, torchrun
 from hpctrain.core.launchers import Launched
-from hpctrain.watch.liveness.channel import choose_addresses, host_addresses
+from hpctrain.watch.liveness.channel import choose_addresses, fast_interfaces, host_addresses
 
 #: the variables that `set_variables` has set; empty in a script that was started without it
 variables: dict[str, str] = {}
@@ -42,7 +42,18 @@ def set_variables() -> JobRank:
     comm.Free()
     variables.update(torchrun.variables(*rank))
     torchrun.set_variables(variables)
+    set_interfaces(rank.job.size != rank.job.local_size)
     return rank
+
+
+def set_interfaces(several_nodes: bool) -> None:
+    """Name the fast network to Gloo and NCCL, which would take the network of the host's name.
+
+    Variables that the user has set stay.
+    """
+    if several_nodes and (names := fast_interfaces()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
 
 
 def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank:

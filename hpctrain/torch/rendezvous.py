@@ -104,6 +104,7 @@ def over_mpi(choice: Choice, timeout: timedelta | None = None, **_: Any) -> Rend
     local_rank = {"LOCAL_RANK": job.local_rank, "LOCAL_WORLD_SIZE": job.node.size}
     for name, value in local_rank.items():  # `dist.get_node_local_rank` reads it
         os.environ.setdefault(name, str(value))
+    ranks.set_interfaces(job.size != job.node.size)
     yield _make_store(job, timeout or timedelta(minutes=30)), rank, job.size
     raise RuntimeError("the rendezvous over MPI cannot be repeated in this call")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import re
 import select
 import socket
 import struct
@@ -23,6 +24,8 @@ from hpctrain.watch.liveness.datagrams import DATAGRAM_BYTES
 _BACKLOG = 128  #: connections that the kernel completes while nothing accepts them
 _MOST_DATAGRAMS = 64  #: read at once: a flood must not keep the thread
 _SIOCGIFADDR = 0x8915
+#: Interfaces of a cluster's fast network: of HPE Slingshot, and of IP over InfiniBand.
+_FAST_INTERFACE = re.compile(r"(hsn|ib)\w*")
 _PENDING = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK)
 
 
@@ -105,17 +108,25 @@ class Probe:
 
 
 def host_addresses() -> list[str]:
-    """Return this host's addresses, first from its name, without loopback and link-local ones.
+    """Return this host's addresses, without loopback and link-local ones, IPv4 before IPv6.
 
-    IPv4 before IPv6.
+    The fast network comes first, then the host's name, which on clusters may be in a slow network
+    of the administrators, or in none.
     """
+    fast_addresses = [address for name in fast_interfaces() for address in _ipv4_of(name)]
     name_addresses = [str(entry[4][0]) for entry in _resolve(socket.gethostname())]
     interfaces = [address for _, name in socket.if_nameindex() for address in _ipv4_of(name)]
-    addresses = dict.fromkeys([*name_addresses, *interfaces, *_ipv6_addresses()])
+    addresses = dict.fromkeys([*fast_addresses, *name_addresses, *interfaces, *_ipv6_addresses()])
     usable_addresses = [
         a for a in addresses if not a.startswith(("127.", "169.254.", "::1", "fe80:"))
     ]
     return sorted(usable_addresses, key=_family)
+
+
+def fast_interfaces() -> list[str]:
+    """Return the interfaces of the fast network that have an IPv4 address, in order of names."""
+    names = sorted(name for _, name in socket.if_nameindex())
+    return [name for name in names if _FAST_INTERFACE.fullmatch(name) and _ipv4_of(name)]
 
 
 def choose_addresses(addresses: Sequence[Sequence[str]]) -> list[str]:

@@ -27,7 +27,7 @@ class Model(L.LightningModule):
 torch.manual_seed(1)
 data = TensorDataset(torch.randn(64, 8).double(), torch.randn(64, 1).double())
 ranks = int(sys.argv[1])
-strategy = DDPStrategy(process_group_backend="hpctrain") if ranks > 1 else "auto"
+strategy = DDPStrategy(process_group_backend=sys.argv[2]) if ranks > 1 else "auto"
 trainer = L.Trainer(
     max_epochs=2,
     accelerator="cpu",
