@@ -17,6 +17,7 @@ from hpctrain.transport.device import gpus
 EPILOG = """\b
 Examples:
   hpctrain doctor
+  hpctrain doctor --script train.py
   srun -N 1 -n 1 --gpus-per-node=4 hpctrain doctor --json doctor.json
   srun --kill-on-bad-exit=1 hpctrain doctor --job --out /scratch/me/runs --recipe my.toml
   mpirun -n 4 hpctrain doctor --job
@@ -38,22 +39,29 @@ DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 @click.option(
     "--recipe", metavar="RECIPE", help="With --job: the recipe that all ranks will train."
 )
+@click.option(
+    "--script", metavar="FILE", help="Read a script, of Python or of a job, for traps of clusters."
+)
 @click.option("--device", metavar="DEVICE", help="With --job: auto, cpu or gpu.")
 @click.pass_context
-def doctor(context: click.Context, /, job: bool, file: Path | None, **job_options: Any) -> None:
-    """Check MPI, cores, memory, GPUs and network; name remedies."""
+def doctor(
+    context: click.Context, /, job: bool, file: Path | None, script: str | None, **job_options: Any
+) -> None:
+    """Check MPI, cores, memory, GPUs, network and the traps of clusters; name remedies."""
     options = {name: value for name, value in job_options.items() if value is not None}
     if options and not job:
         raise UsageError(f"--{next(iter(options))} applies to a whole job: add --job")
-    context.exit(_examine_job(file, options) if job else _examine_node(file))
+    context.exit(
+        _examine_job(file, {**options, "script": script}) if job else _examine_node(file, script)
+    )
 
 
-def _examine_node(file: Path | None) -> int:
+def _examine_node(file: Path | None, script: str | None) -> int:
     from hpctrain.core.fitted_table import stdout_console
     from hpctrain.tools.doctor import check, examine, show  # late, so that `--help` stays fast
 
     _write_json(file, {})  # fails now if the file is not writable, rather than after a minute
-    report = examine.examine_node()
+    report = examine.examine_node(script)
     show.print_result(report, stdout_console(show.DEFAULT_WIDTH))
     _write_json(file, report.table())
     return check.exit_code(report.checks)

@@ -23,7 +23,8 @@ from hpctrain.cluster.launch import find_mpi
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
-from hpctrain.tools.doctor import mpi, node, topology
+from hpctrain.tools.doctor import mpi, node, topology, traps
+from hpctrain.tools.doctor import script as scripts
 from hpctrain.tools.doctor.check import Check, exit_code
 from hpctrain.tools.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.transport.gpu_probe import probe_process, verdicts
@@ -78,8 +79,8 @@ class NodeResult:
         }
 
 
-def examine_node() -> NodeResult:
-    """Check this node; raise UsageError inside a job of several ranks."""
+def examine_node(script: str | None = None) -> NodeResult:
+    """Check this node, and the user's `script`; raise UsageError inside a job of several ranks."""
     launched = launchers.launched(os.environ)
     if launched.size > 1:
         raise UsageError(
@@ -102,6 +103,7 @@ def examine_node() -> NodeResult:
         checks.append(check_torch(torch, names, os.environ, has_gpu))
     checks += check_node(node_hardware, gpu_paths)
     checks += topology.check_named_nics(node_hardware.nics, os.environ)
+    checks += check_script(script)
     return NodeResult(socket.gethostname(), checks, node_hardware, gpu_paths)
 
 
@@ -115,7 +117,13 @@ def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[C
     )
     if node_hardware.node_gpus.gpus:
         checks.append(node.check_gdr(node_hardware.gdr))
-    return checks + topology.check_adapters(node_hardware.nics)
+    checks += topology.check_adapters(node_hardware.nics)
+    return checks + traps.check_environment(os.environ, traps.this_installation(torch_version()))
+
+
+def check_script(script: str | None) -> list[Check]:
+    """Return the checks of the user's script; [] if none is named."""
+    return scripts.check_script(script, scripts.Machine(os.environ)) if script else []
 
 
 def find_hardware(host: str, root: Path = pci.ROOT, nvml: Any = None) -> Hardware:

@@ -29,17 +29,21 @@ def test_this_machine(hpctrain, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.either
-def test_wrong_mpirun_and_too_many_threads(hpctrain, tmp_path):
+def test_wrong_mpirun_too_many_threads_and_traps(hpctrain, tmp_path):
+    (tmp_path / "job.sh").write_text("srun torchrun train.py\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")
     (tmp_path / "bin" / "mpirun").chmod(0o755)
     path = f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}"
-    environ = {"PATH": path, "OMP_NUM_THREADS": "64", "OPENBLAS_NUM_THREADS": "64"}
-    completed = hpctrain("doctor", "--json", tmp_path / "found.json", timeout=100, env=environ)
+    environ = {"PATH": path, "OMP_NUM_THREADS": "64", "OPENBLAS_NUM_THREADS": "64",
+               "NCCL_NET_PLUGIN": "ofi", "UENV_VIEW": "default"}  # fmt: skip
+    arguments = ("--json", tmp_path / "found.json", "--script", tmp_path / "job.sh")
+    completed = hpctrain("doctor", *arguments, timeout=100, env=environ)
     result = checks(tmp_path / "found.json")
     assert completed.returncode == 1
     assert str(tmp_path / "bin" / "mpirun") in result["launcher"]["seen"]
-    assert result["launcher"]["verdict"] == result["BLAS"]["verdict"] == "bad"
+    for name in ("launcher", "BLAS", "torchrun", "NCCL_NET_PLUGIN"):
+        assert result[name]["verdict"] == "bad"
 
 
 @pytest.mark.parametrize("arguments, word", [(["--json", "/none/x"], "cannot be written"),

@@ -105,13 +105,16 @@ def test_several_faults_at_once(spoilt, tmp_path):
     own = recipe.load("digits").toml()
     (tmp_path / "mine.toml").write_text(own)
     (tmp_path / "elsewhere" / "mine.toml").write_text(own.replace("seed = 0", "seed = 1"))
-    ended, table = spoilt(SEVERAL, "--recipe", "mine.toml")
+    script = tmp_path / "train.py"
+    script.write_text("from mpi4py import MPI\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'")
+    ended, table = spoilt(SEVERAL, "--recipe", "mine.toml", "--script", script)
     assert ended.returncode == table["exit_code"] == 1, ended.stderr
     result = checks(table)
     for name, words in {
         "versions": "but rank 1 on",
         "recipe": "but rank 2 on",
         "BLAS threads": "BLAS threads on",
+        "CUDA_VISIBLE_DEVICES": "line 2 sets it after line 1",
     }.items():
         assert result[name]["verdict"] == "bad", result
         assert words in result[name]["seen"] and result[name]["remedy"]

@@ -17,6 +17,7 @@ from hpctrain.core.strict_json import to_json
 from hpctrain.hardware.nics import Nic
 from hpctrain.tools.doctor import mpi, show
 from hpctrain.tools.doctor.check import Check, exit_code
+from hpctrain.tools.doctor.examine import check_script
 from hpctrain.tools.doctor.job import (
     binding,
     consistency,
@@ -52,6 +53,7 @@ class Options:
     json: Path | None = None
     out: Path = DEFAULT_OUT
     recipe: str | None = None
+    script: str | None = None
     device: gpus.Device = "auto"
 
 
@@ -59,13 +61,14 @@ def examine_job(options: Options) -> int:
     """Check the whole job; return the exit code, which is equal on all ranks; collective."""
     launched = launchers.launched(os.environ)
     stage_line = show.StageLine(launched.rank == 0)
+    script_checks = check_script(options.script)  # refused before MPI starts
     _save_shm_check(launched, options)
     stage_line.show_stage(f"starting MPI on {launched.size} ranks")
     try:
         world = init(options.device, 2 * HANG_TIMEOUT_S)
     except UsageError as error:
         return _report_no_job(launched, str(error), options)
-    result = JobResult(world.hosts, world.bindings)
+    result = JobResult(world.hosts, world.bindings, checks=script_checks)
     out_folder, probe = output_folder.nearest_existing_folder(options.out), ""
 
     def on_hang(report: str) -> None:
