@@ -82,6 +82,19 @@ def test_a_profile_of_a_site():
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
+@pytest.mark.sample(1)
+def test_a_profile_starts_its_ranks_with_its_launcher(tmp_path):
+    """On Aurora the mpiexec of PALS, after the site's modules."""
+    fake(tmp_path, "module", f'echo "$@" >{tmp_path}/modules')
+    job = submit("pbs", "--site", "aurora")
+    environ = {"SAYS": "done 0", "CODE": "0", "FAKE_MPI": "pals"}
+    completed = fake_schedulers.run_job(job, tmp_path, **environ)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert Path("modules").read_text() == "load frameworks\n"
+    words = "-n 4 -ppn 2 --cpu-bind depth --depth 8 --hostfile"
+    assert (tmp_path / "starts").read_text().startswith(words)
+
+
 def test_options_of_a_profile_are_checked(tmp_path):
     Path("s.toml").write_text('title = "x"\nscheduler = "pbs"\n[cpu]\noptions.quee = "a"')
     with pytest.raises(UsageError, match="did you mean 'queue'"):

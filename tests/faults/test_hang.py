@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 from hpctrain.cli import hpctrain as command
 from hpctrain.core import atomic
 from hpctrain.core.run_files.folder_lock import lock_folder
+from hpctrain.tools.report import hang
 from hpctrain.watch import WatchRecord, node_file
 from hpctrain.watch.layout import HEARTBEAT, HEARTBEAT_OFFSET
 from hpctrain.watch.node_file import Node, NodeFile
@@ -73,7 +75,7 @@ def lives(run: Path) -> list[str]:
     return [rank["life"] for rank in facts(run)["ranks"]]
 
 
-def test_a_live_job(job, tmp_path):
+def test_a_live_job(job, tmp_path, monkeypatch):
     records = job([0, 1, 2], [3])
     for rank, record in records.items():
         record.step = 5 if rank == 1 else 6
@@ -94,6 +96,12 @@ def test_a_live_job(job, tmp_path):
         assert job_facts["remedy"] == ["nothing hangs: no wait of over 10 s"]
         assert [len(rank["calls"]) for rank in job_facts["ranks"]] == [8] * 4
         text = show(tmp_path, "-n", "3")
+        monkeypatch.setattr(hang, "_LONG_S", -1)
+        assert re.fullmatch(
+            r"1 of 4 ranks waits at sendrecv \(.*\); rank 1 is where the bug is \(alive, perhaps "
+            r"only slow\); ranks 2-3 do not wait either",
+            facts(tmp_path)["remedy"][-1],
+        )
         assert "others wait for: rank 1" in text and "in sendrecv with rank 1, 4,096" in text
         assert text.count("step 6  send with rank 2") == 2 + 2 + 3  # a wait is one of three
         refused = CliRunner().invoke(command, ["hang", "--collect", str(tmp_path)])

@@ -12,7 +12,7 @@ from hpctrain.core.run_files import run_folder
 from hpctrain.core.run_files.folder_lock import is_locked
 from hpctrain.tools.report import history
 from hpctrain.watch import diagnosis
-from hpctrain.watch.diagnosis import ALIVE, DEAD, Diagnosis, RankState
+from hpctrain.watch.diagnosis import ALIVE, DEAD, UNKNOWN, Diagnosis, RankState
 from hpctrain.watch.hung_facts import rank_facts, utc
 from hpctrain.watch.layout import Call
 from hpctrain.watch.report import remedy
@@ -179,12 +179,11 @@ def _call_roll(result: Diagnosis) -> str:
     waiting = {
         state.rank: state.record
         for state in result.ranks
-        if state.record and state.waiting_calls and state.rank not in result.waited_for
+        if state.record and state.waiting_calls and state.life == ALIVE
     }
+    words = {ALIVE: f"{ALIVE}, perhaps only slow", UNKNOWN: NO_RECORD}
     blocking = {
-        state.rank: f"{state.life}{', perhaps only slow' * (state.life == ALIVE)}"
-        if state.record
-        else NO_RECORD
+        state.rank: words.get(state.life, state.life)
         for state in result.ranks
         if state.rank not in waiting
     }
