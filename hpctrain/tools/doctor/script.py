@@ -92,7 +92,7 @@ class _Reading:
 
     @classmethod
     def of(cls, tree: ast.AST) -> _Reading:
-        """Return what is in a syntax tree."""
+        """Return the lines of a syntax tree."""
         nodes = sorted(
             (node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)),
             key=lambda node: node.lineno,
