@@ -237,7 +237,7 @@ def _site_title(site: Site | None) -> str:
 
 
 def _site_launcher(site: Site | None) -> str:
-    return site.launcher if site else "srun"
+    return site.start_command if site else "srun"
 
 
 def job_name(job: Job) -> str:

@@ -28,6 +28,7 @@ from hpctrain.core.opening import NAMED
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NODE_KINDS = ("cpu", "gpu")
+LAUNCHERS = {"slurm": "srun --kill-on-bad-exit=1", "pbs": "mpiexec", "flux": "flux run"}
 
 
 @config.options
@@ -62,8 +63,13 @@ class Site:
     plugins: list[str] = Field(default_factory=list)  #: options that the site has added to sbatch
     modules: list[str] = Field(default_factory=list)
     venv: str | None = None  #: the folder of a Python environment that jobs activate
-    launcher: str = "srun --kill-on-bad-exit=1"
+    launcher: str | None = None  #: the scheduler's, in `LAUNCHERS`, if None
     environment: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def start_command(self) -> str:
+        """The words that start ranks."""
+        return self.launcher or LAUNCHERS[self.scheduler]
 
     def node_kind(self, gpus: int) -> Nodes:
         """Return the kind of node for a job with `gpus` GPUs per node.
@@ -93,7 +99,7 @@ class Site:
         It runs `exit_command` if modules or the venv are missing, since ranks would load another
         MPI.
         """
-        exports = {"HPCTRAIN_LAUNCHER": self.launcher, **self.environment, **nodes.environment}
+        exports = {"HPCTRAIN_LAUNCHER": self.start_command, **self.environment, **nodes.environment}
         modules = [*self.modules, *nodes.modules]
         lines = [f"module load {shlex.join(modules)} || {exit_command}"] if modules else []
         lines += [f". {shlex.quote(self.venv)}/bin/activate || {exit_command}"] if self.venv else []
@@ -196,7 +202,7 @@ def _check_site(site: Site, source: str) -> None:
         for variable in table.environment:
             if not _VARIABLE_NAME.fullmatch(variable):
                 raise UsageError(f"[{source}] environment: '{variable}' is not a variable name")
-    texts = [site.title, site.launcher, site.venv or "", *site.read, *site.notes]
+    texts = [site.title, site.start_command, site.venv or "", *site.read, *site.notes]
     texts += [word for table in tables for word in (*table.modules, *table.environment.values())]
     for text in texts:
         if not text.isprintable():
