@@ -155,7 +155,7 @@ def _start_job(
         variables |= {launchers.RESTARTS: str(start.restarts), "SLURM_OVERLAP": "1"}
     job_id = uuid.uuid4().hex
     note_descriptor = os.memfd_create(run_folder.ANNOUNCE_FILE)
-    with open(note_descriptor, "rb") as note_file, _guard_job(job_id) as job_variables:
+    with open(note_descriptor, "rb") as note_file, guard_job(job_id) as job_variables:
         job_variables |= _rank_variables(_proc_path(note_file.fileno()))
         inherited = launchers.without_rank_variables(os.environ)
         environ = EAGER_LIMIT | inherited | variables | job_variables
@@ -275,7 +275,7 @@ def _proc_path(descriptor: int) -> str:
 
 
 @contextmanager
-def _guard_job(job_id: str) -> Iterator[dict[str, str]]:
+def guard_job(job_id: str) -> Iterator[dict[str, str]]:
     """Yield the variables that mark the processes of a job; remove its shared memory at the end.
 
     A guard process runs beside us. If we are killed, it ends the job and removes the memory.
@@ -283,8 +283,14 @@ def _guard_job(job_id: str) -> Iterator[dict[str, str]]:
     with open(os.memfd_create(launchers.SEGMENTS), "rb") as segments_file:
         descriptor = segments_file.fileno()
         command = [sys.executable, "-I", "-S", guard.__file__, job_id, str(descriptor)]
+        # The guard of an outer job, as of a sweep, ends this process, not our guard.
+        environ = {name: x for name, x in os.environ.items() if name != guard.JOB_VARIABLE}
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[descriptor]
+            command,
+            stdin=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,
+            pass_fds=[descriptor],
         ) as process:
             try:
                 yield {guard.JOB_VARIABLE: job_id, launchers.SEGMENTS: _proc_path(descriptor)}

@@ -66,6 +66,7 @@ def _adapt(text: str, scheduler: Scheduler) -> str:
     for words, own_words in (
         ("hpctrain slurm", f"hpctrain {scheduler.name}"),
         ("`sbatch`", f"`{scheduler.submit_command}`"),
+        ("an array with a task for", "a job for"),
         ("option of sbatch", f"option of {scheduler.submit_command}"),
         ("Before its time limit a job is stopped and requeued, and it",
          "Before its time limit a job is stopped and submits itself again; the new job"),

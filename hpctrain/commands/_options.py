@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem, ShellComplete
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.run_files import sweep_folder
 from hpctrain.core.strict_json import to_json
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -38,6 +39,19 @@ plot_option = click.option(
     "--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg."
 )
 CompletionFunction = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def verbosity(context: click.Context) -> list[str]:
+    """Return the -v and -q before a command, for the ranks that it starts."""
+    outer_options = context.parent.params if context.parent else {}
+    return [f"--{name}" for name in ("verbose", "quiet") if outer_options.get(name)]
+
+
+def may_be_sweep(words: Iterable[str], folder: Path | None = None) -> bool:
+    """Return whether a training may be a sweep: a word has a comma, or `folder` holds a sweep."""
+    return any("," in word for word in words) or (
+        folder is not None and sweep_folder.is_sweep(folder)
+    )
 
 
 def warm_up_option(default: int) -> Decorator:

@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from hpctrain.cluster.schedulers import in_job
 from hpctrain.commands import COMMANDS
-from hpctrain.commands._options import ForwardingCommand, complete_command_line
+from hpctrain.commands._options import (
+    ForwardingCommand,
+    complete_command_line,
+    may_be_sweep,
+    verbosity,
+)
 from hpctrain.core.interpreter import module_command
+
+if TYPE_CHECKING:
+    from hpctrain.cluster.loss_policy import LossPolicy
 
 EPILOG = """\b
 Examples:
@@ -124,10 +135,29 @@ def launch(
     policy = LossPolicy(**policy_options)
     if is_program:
         context.exit(launcher.launch_program(ranks, arguments, policy))
-    # The -v and -q before `launch` apply to the ranks.
-    outer_options = context.parent.params if context.parent else {}
-    verbosity = [f"--{name}" for name in ("verbose", "quiet") if outer_options.get(name)]
-    context.exit(launcher.launch(ranks, [*verbosity, *arguments], policy))
+    code = _train_sweep(context, ranks, arguments, policy)
+    if code is not None:
+        context.exit(code)
+    context.exit(launcher.launch(ranks, [*verbosity(context), *arguments], policy))
+
+
+def _train_sweep(
+    context: click.Context, ranks: int, arguments: Sequence[str], policy: LossPolicy
+) -> int | None:
+    """Train the sweep that `train ...` describes; return None for one run, or another command."""
+    folders = [Path(word.partition("=")[2]) for word in arguments if word.startswith("--resume=")]
+    if arguments[0] != "train" or not may_be_sweep(arguments, *folders[:1]):
+        return None
+    from hpctrain.commands import train  # late, so that other commands start fast
+
+    options = train.train.make_context("train", [*arguments[1:]], parent=context.parent).params
+    policy_words = [
+        f"--{name.replace('_', '-')}" + f"={value}" * (value is not True)
+        for name, value in asdict(policy).items()
+        if value
+    ]
+    start = [*verbosity(context), "launch", "-n", str(ranks), *policy_words]
+    return train.train_sweep(options, start, ranks)
 
 
 @click.command(

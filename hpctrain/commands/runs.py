@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hpctrain.commands._options import complete_choices, report_packages
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
+from hpctrain.core.run_files import sweep_folder
 from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
@@ -24,6 +26,7 @@ LIST_EPILOG = """\b
 Examples:
   hpctrain runs
   hpctrain runs studies/mine
+  hpctrain runs runs/sweep                            the runs of a sweep
 
 summary.json gives the status; without it, `running` if a job holds the run's lock, else `killed`.
 The result is the test accuracy or, in this order, test r2, test loss, train loss.
@@ -32,6 +35,10 @@ COMPARE_EPILOG = """\b
 Examples:
   hpctrain compare runs/ring runs/tree
   hpctrain compare runs/* --plot losses.png
+  hpctrain compare runs/sweep                         the best member first
+
+The members of a sweep are sorted by the best values of the metric of [checkpoint] keep_best, else
+of [early_stop]; else by their last results, as `hpctrain runs` shows them.
 """
 FOLLOW_EPILOG = """\b
 Examples:
@@ -82,12 +89,16 @@ def runs() -> None:
 
 @runs.command("list", epilog=LIST_EPILOG)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="[DIR]", default="runs")
+@click.option("--all", "each_member", is_flag=True, help="A row for each run of a sweep.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_runs(folder: Path, as_json: bool) -> None:
-    """List the runs in DIR, by default runs/, newest first."""
+def list_runs(folder: Path, each_member: bool, as_json: bool) -> None:
+    """List the runs in DIR, by default runs/, newest first.
+
+    A sweep is a row; with --all, or if DIR is its folder, each of its runs is one.
+    """
     from hpctrain.tools.report import history  # late: `hang` and `report` read no rows
 
-    entries = history.list_runs(folder)
+    entries = history.list_runs(folder, each_member)
     if as_json:
         say(to_json([entry.as_json() for entry in entries], indent=1))
     else:
@@ -96,7 +107,11 @@ def list_runs(folder: Path, as_json: bool) -> None:
 
 @click.command(epilog=COMPARE_EPILOG)
 @click.argument(
-    "folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR DIR..."
+    "folders",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR DIR... | SWEEP",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
@@ -106,20 +121,28 @@ def list_runs(folder: Path, as_json: bool) -> None:
     help="Also draw losses and accuracies: .png or .svg.",
 )
 def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None:
-    """Compare results, times and recipes of runs, a column each."""
-    if len(folders) < 2:
-        raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
-    from hpctrain.tools.report import comparison  # late: the other commands read no recipes
+    """Compare results, times and recipes of runs, a column each; or the runs of one sweep."""
+    from hpctrain.tools.report import comparison, sweep  # late: other commands read no recipes
 
-    run_comparison = comparison.compare(folders)
+    sweeps = [folder for folder in folders if sweep_folder.is_sweep(folder)]
+    if len(folders) < 2 and not sweeps:
+        raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
+    if sweeps and len(folders) > 1:
+        raise UsageError(f"{sweeps[0]} is a sweep: compare it alone, or name its runs")
+    if sweeps:
+        result = sweep.compare(folders[0])
+        facts, show, folders = result.as_json(), partial(sweep.print_result, result), result.runs
+    else:
+        facts = comparison.compare(folders)
+        show = partial(comparison.print_tables, facts)
     if plot is not None:
         with report_packages():
             comparison.draw(folders, plot)
         say(f"wrote {plot}", err=True)
     if as_json:
-        say(to_json(run_comparison, indent=1))
+        say(to_json(facts, indent=1))
     else:
-        comparison.print_tables(run_comparison)
+        show()
 
 
 def _to_option(required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:

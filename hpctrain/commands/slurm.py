@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from hpctrain import engines
-from hpctrain.cluster.jobs import jobs
+from hpctrain.cluster.jobs import jobs, sweeps
 from hpctrain.cluster.jobs.job_status import is_done
-from hpctrain.cluster.jobs.request import JobRequest, build_job
+from hpctrain.cluster.jobs.request import JobRequest
 from hpctrain.cluster.jobs.status_table import print_table
 from hpctrain.cluster.schedulers.scheduler import SCHEDULERS, Scheduler
 from hpctrain.cluster.slurm.queries import NO_ANSWER
@@ -138,7 +138,7 @@ _INTERACTIVE = click.option("--interactive", is_flag=True, help="Print a script 
 
 def render(scheduler: Scheduler, context: click.Context, interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    job, site = build_job(_make_request(options), interactive, scheduler.check)
+    job, site = sweeps.build(_make_request(options), scheduler, interactive)
     script = scheduler.render(job, site, None)
     command = shlex.join(["hpctrain", *sys.argv[1:]])
     head, _, rest = script.partition("\n")
@@ -176,6 +176,10 @@ Examples:
   hpctrain slurm submit my.toml --nodes 4 --gpus-per-node 4 --time 12:00:00 --site perlmutter
   hpctrain slurm submit my.toml --nodes 4 --option dependency=afterok:4711
   hpctrain slurm submit my.toml --nodes 4 --out runs/first      called again: continues that run
+  hpctrain slurm submit my.toml --set optimizer.rate=0.1,0.3 --set run.seed=1,2 --out runs/sweep
+
+Values between commas make a sweep: an array with a task for each combination. Called again with the
+same --out, it submits those that are neither done nor in the queue.
 """
 
 
@@ -185,13 +189,13 @@ def submit(scheduler: Scheduler, context: click.Context, **options: Any) -> None
     The folder keeps the script, the job's id and the job's output.
     """
     try:
-        job, folder = jobs.submit_request(_make_request(options), scheduler)
+        for job, folder in jobs.submit_request(_make_request(options), scheduler):
+            say(f"{job}  {folder}")
     except UsageError:
         raise
     except HpctrainError as error:  # a fault of the scheduler needs no traceback
         say(f"hpctrain: {error}", err=True)
         context.exit(error.exit_code)
-    say(f"{job}  {folder}")
 
 
 STATUS_EPILOG = """\b

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
 from hpctrain import engines, world
 from hpctrain.commands import _options
-from hpctrain.commands._options import complete_choices, complete_recipes
+from hpctrain.commands._options import (
+    complete_choices,
+    complete_recipes,
+    may_be_sweep,
+    verbosity,
+)
 from hpctrain.core.run_files import run_folder
 from hpctrain.tools.report import history
 from hpctrain.training import recipe, runs
@@ -25,6 +31,13 @@ Examples:
   hpctrain launch -n 4 train my.toml --dry-run        memory of a rank, time per step
   mpirun -n 8 hpctrain train digits --resume          the newest run of this recipe in runs/
   mpirun -n 8 hpctrain train --resume=runs/ring       that run, by its own recipe
+  hpctrain train my.toml --set optimizer.rate=0.1,0.3 --set run.seed=1,2,3 --out runs/sweep
+  hpctrain train --resume=runs/sweep                  its members that are not done
+
+Values between commas make a sweep: a run for each combination, one after the other, in a folder
+below --out; with `launch` each is a job. `[1,2]` is one list, `[1,2],[3]` two, `"a,b"` one text.
+Called again with --resume, members that are done are skipped, interrupted ones go on at their last
+checkpoint, and failed ones are repeated. The exit code is not 0 if a member failed.
 
 A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a lost rank or a bug;
 2 wrong usage, recipe or data; 3 a loss or gradient is not finite; 75 stopped on request after a
@@ -95,7 +108,9 @@ class ResumingCommand(click.Command):
     metavar="DIR",
     help="Repeat the asynchronous run in DIR, bit for bit.",
 )
+@click.pass_context
 def train(
+    context: click.Context,
     name: str | None,
     engine: str | None,
     epochs: int | None,
@@ -113,6 +128,10 @@ def train(
     """
     if is_dry and (resume or replay):
         raise click.UsageError("--dry-run begins a new training: leave out --resume and --replay")
+    if may_be_sweep(sets, out if resume else None):
+        code = train_sweep(context.params, verbosity(context))
+        if code is not None:
+            context.exit(code)
     if name is None:
         if not resume or out is None:
             raise click.UsageError(
@@ -120,10 +139,7 @@ def train(
                 "takes the recipe of that run"
             )
         name = str(run_folder.recipe_file(out, "fit(..., out=DIR, resume=True) in its script"))
-    recipe_values = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
-    overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
-    overrides += ["trace.enabled=true"] * trace
-    resolved_recipe = recipe.load(name, [*overrides, *sets])
+    resolved_recipe = recipe.load(name, settings_of(context.params))
     job = world.init(resolved_recipe.run.device, resolved_recipe.run.start_timeout_s)
     if is_dry:
         dry_run(resolved_recipe, job, out)
@@ -132,3 +148,22 @@ def train(
         name = resolved_recipe.run.name
         out = Path(job.from_first(lambda: str(history.find_newest(Path("runs"), name))))
     runs.train(resolved_recipe, job, out, resume, replay)
+
+
+def settings_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the `table.key=value` settings that the options of `train` make."""
+    keys = {"engine": "engine.kind", "epochs": "run.epochs", "device": "run.device"}
+    settings = [f"{key}={options[name]}" for name, key in keys.items() if options[name] is not None]
+    return [*settings, *["trace.enabled=true"] * options["trace"], *options["sets"]]
+
+
+def train_sweep(
+    options: Mapping[str, Any], start: Sequence[str], ranks: int | None = None
+) -> int | None:
+    """Train the sweep that the options of `train` describe, None if they describe one run.
+
+    `start`: hpctrain's words before `train`; `ranks`: of `launch`. Returns the exit code.
+    """
+    from hpctrain.commands._sweep import train_sweep as train_members  # late: a rank needs no jobs
+
+    return train_members(options, settings_of(options), start, ranks)

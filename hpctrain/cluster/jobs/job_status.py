@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,11 @@ class JobHistory:
     scheduler: Scheduler = SLURM
 
     @property
-    def sizes(self) -> list[str]:
-        """The numbers of nodes of a job array's tasks; empty for other jobs."""
-        match = re.search(r"^sizes=\(([\d ]+)\)$", self.script, re.M)
-        return match[1].split() if match else []
+    def tasks(self) -> dict[str, str]:
+        """The folders of a job array's tasks by their numbers; empty for other jobs."""
+        if match := re.search(r"^sizes=\(([\d ]+)\)$", self.script, re.M):
+            return {str(i): f"nodes-{size}" for i, size in enumerate(match[1].split())}
+        return dict(re.findall(r"^(\d+)\) member=(\S+) values=", self.script, re.M))
 
     def find_run(self, job: str) -> Path:
         """Return the run's folder of `job`, which may be a task of an array.
@@ -66,11 +67,12 @@ class JobHistory:
         The script names this folder; a trial of `hpctrain scale` runs in another than `folder`.
         """
         match = re.search(r"^run=(.*)$", self.script, re.M)
-        run = Path(shlex.split(match[1])[0].removesuffix("/nodes-$nodes")) if match else self.folder
+        word = shlex.split(match[1])[0] if match else str(self.folder)
+        run = Path(word.removesuffix("/nodes-$nodes").removesuffix("/$member"))
         # A relative path starts at the folder of submission; a missing folder was moved.
         run = run if run.is_absolute() and run.is_dir() else self.folder
         task = job.partition("_")[2]
-        return run / f"nodes-{self.sizes[int(task)]}" if self.sizes and task else run
+        return run / self.tasks[task] if self.tasks and task else run
 
 
 def read_job_history(folder: Path) -> JobHistory:
@@ -143,7 +145,7 @@ def _history_rows(history: JobHistory, states_by_job: Mapping[str, list[JobState
     *earlier_jobs, newest_job = history.jobs
     states = [state for job in earlier_jobs for state in states_by_job[job]]
     listed_states = [state for state in states if state.state not in END_STATES]
-    listed_states += _add_forgotten_tasks(newest_job, states_by_job[newest_job], len(history.sizes))
+    listed_states += _add_forgotten_tasks(newest_job, states_by_job[newest_job], history.tasks)
     ended_jobs = ", ".join(
         f"{state.job} {state.state}" for state in states if state.state in END_STATES
     )
@@ -151,14 +153,14 @@ def _history_rows(history: JobHistory, states_by_job: Mapping[str, list[JobState
     return [*rows[:-1], rows[-1] | {"earlier": ended_jobs}]
 
 
-def _add_forgotten_tasks(job: str, states: list[JobState], tasks: int) -> list[JobState]:
+def _add_forgotten_tasks(job: str, states: list[JobState], tasks: Iterable[str]) -> list[JobState]:
     """Return `states` and, for an array of `tasks`, the states that the controller has forgotten.
 
     The controller forgets each task some minutes after its end, while other tasks still run.
     """
-    if not tasks or states[0].state == NO_ANSWER:
+    names = [f"{job}_{task}" for task in tasks]
+    if not names or states[0].state == NO_ANSWER:
         return states
-    names = [f"{job}_{task}" for task in range(tasks)]
     state_by_task = {state.job: state for state in states}
     if not state_by_task.keys() >= set(names):
         state_by_task = {state.job: state for state in query_sacct(job)} | state_by_task

@@ -5,13 +5,14 @@ A run is named by its folder; see hpctrain/cluster/slurm/submit.py for its files
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.cluster.jobs import studies
+from hpctrain.cluster.jobs import studies, sweeps
 from hpctrain.cluster.jobs.job_status import DAMAGED_STATE, Row, status_rows, wait_for_jobs
 from hpctrain.cluster.jobs.request import JobRequest, build_job, must_be_same_recipe
 from hpctrain.cluster.schedulers.scheduler import (
@@ -31,7 +32,10 @@ LOG_INTERVAL_S = 1.0
 
 
 class Submission(NamedTuple):
-    """A job in the queue of its scheduler, and the folder of its run."""
+    """A job in the queue of its scheduler, and the folder of its run.
+
+    Of a sweep the array and the sweep's folder; if each member has a job, all their ids.
+    """
 
     job: JobId
     folder: Path
@@ -49,18 +53,25 @@ def submit(recipe: str, *, scheduler: str = "slurm", **options: Any) -> Submissi
     names = {field.name: field for field in fields(JobRequest)}
     for name in options:
         pick(names, name, "option of submit")
-    return submit_request(JobRequest(recipe, **options), pick(SCHEDULERS, scheduler, "scheduler"))
+    request = JobRequest(recipe, **options)
+    submissions = [*submit_request(request, pick(SCHEDULERS, scheduler, "scheduler"))]
+    if len(submissions) == 1:
+        return submissions[0]
+    return Submission(" ".join(str(job) for job, _ in submissions), submissions[0].folder.parent)
 
 
-def submit_request(request: JobRequest, scheduler: Scheduler) -> Submission:
-    """Submit the job of a request; raises as `submit` does."""
+def submit_request(request: JobRequest, scheduler: Scheduler) -> Iterator[Submission]:
+    """Submit the jobs of a request, several for some sweeps; raises as `submit` does."""
+    if members := sweeps.read_sweep(request):
+        yield from itertools.starmap(Submission, sweeps.submit(request, scheduler, members))
+        return
     job, site = build_job(request, check=scheduler.check)
     folder = Path(job.out or run_folder.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
         must_be_same_recipe(request, run)
     must_have_no_active_job(scheduler, folder, job.options.get("dependency", ""))
     text = scheduler.render(replace(job, out=str(folder)), site, folder)
-    return Submission(scheduler.submit(text, folder), folder)
+    yield Submission(scheduler.submit(text, folder), folder)
 
 
 def job_folders(paths: Iterable[str | Path]) -> list[Path]:

@@ -44,7 +44,7 @@ def build_job(
     _must_be_printable(request)
     site = load_site(request.site) if request.site else None
     nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
-    engine, overrides = _choose_engine(request)
+    engine, overrides = choose_engine(request)
     equal_fields = {field.name: getattr(request, field.name) for field in fields(JobOptions)}
     arguments = ["--engine", engine] if engine else []
     arguments += ["--epochs", str(request.epochs)] if request.epochs is not None else []
@@ -78,7 +78,7 @@ def must_be_same_recipe(request: JobRequest, run: Path) -> None:
     if not file.exists() or not checkpoint.listing(run):
         return
     trained_recipe = recipe.load(str(file))
-    job_recipe = recipe.load(request.recipe, _choose_engine(request)[1])
+    job_recipe = recipe.load(request.recipe, choose_engine(request)[1])
     tables = ("model", "data", "optimizer")
     differing_tables = [
         table for table in tables if _tables_differ(trained_recipe, job_recipe, table)
@@ -114,7 +114,7 @@ def _must_be_printable(request: JobRequest) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")
 
 
-def _choose_engine(request: JobRequest) -> tuple[str | None, list[str]]:
+def choose_engine(request: JobRequest) -> tuple[str | None, list[str]]:
     """Return the job's --engine and its overrides of the recipe.
 
     With servers the engine is ps-sync if the recipe's engine has no servers.

@@ -20,13 +20,19 @@ from hpctrain.core.run_files import run_folder
 def find_job_folders(path: Path) -> list[Path]:
     """Return the folders in `path` with submitted jobs: itself, or those of a study's trials.
 
-    For a job array submitted by hand these are the folders of its sizes. Empty if there is no job.
+    Also the folders of the tasks of a job array submitted by hand, and of a sweep's members with a
+    job each. Empty if there is no job.
     """
     if (path / JOBS_FILE).exists() or run_folder.slurm_job(path):
         return [path]
     trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS_FILE}")]
-    sizes = [size for size in path.glob("nodes-*") if run_folder.slurm_job(size)]
-    return sorted(trials or sizes, key=lambda job: numbers_in(f"{job.parent.name} {job.name}"))
+    tasks = [
+        task
+        for pattern in ("nodes-*", "*=*")
+        for task in path.glob(pattern)
+        if run_folder.slurm_job(task) or (task / JOBS_FILE).exists()
+    ]
+    return sorted(trials or tasks, key=lambda job: numbers_in(f"{job.parent.name} {job.name}"))
 
 
 def sort_by_age(paths: Iterable[Path]) -> list[Path]:

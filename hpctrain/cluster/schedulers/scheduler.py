@@ -39,6 +39,11 @@ class Scheduler:
     log_pattern: Callable[[str], str]
     note: str = ""  #: for help
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether a sweep is one job with a task for each member, else a job for each."""
+        return "sizes" not in self.refused
+
     def find_log(self, folder: Path, job: str) -> Path:
         """Return the file of a job's output; the file need not exist."""
         pattern = self.log_pattern(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hpctrain.cluster.slurm import sbatch
 from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site, must_have_scheduler
@@ -38,6 +39,14 @@ class JobOptions:
     options: Mapping[str, str] = field(default_factory=dict)  #: further options of sbatch
 
 
+class Task(NamedTuple):
+    """A member of a sweep, as a task of a job array."""
+
+    number: int
+    name: str  #: of its folder, below the sweep's
+    arguments: tuple[str, ...]  #: of `hpctrain train` after the recipe
+
+
 @dataclass(frozen=True)
 class Job(JobOptions):
     """The recipe and the resources of a job."""
@@ -46,6 +55,7 @@ class Job(JobOptions):
     arguments: tuple[str, ...] = ()  #: arguments of `hpctrain train` after the recipe
     name: str | None = None
     interactive: bool = False
+    tasks: tuple[Task, ...] = ()  #: of the array of a sweep; empty for one run
 
     @property
     def limit_s(self) -> int:
@@ -59,6 +69,8 @@ class Job(JobOptions):
             return "interactive.sh"
         if self.sizes:
             return "scaling_array.sbatch"
+        if self.tasks:
+            return "sweep_array.sbatch"
         if self.servers:
             return "parameter_server.sbatch"
         return "one_node.sbatch" if self.nodes == 1 else "multi_node.sbatch"
@@ -128,7 +140,9 @@ def _interactive_faults(job: Job) -> list[str]:
         if getattr(job, name) != getattr(default_job, name)
     ]
     unsuitable_options += [
-        option for option in ("--engine", "--epochs", "--set") if option in job.arguments
+        option
+        for option in ("--engine", "--epochs", "--set")
+        if option in (*job.arguments, *(word for task in job.tasks for word in task.arguments))
     ]
     unsuitable_options += [
         f"--option {name}" for name in job.options if name in sbatch.SBATCH_ONLY_OPTIONS
@@ -188,6 +202,9 @@ def _placement_faults(job: Job, site: Site | None) -> list[str]:
         ),
         "--sizes and --servers exclude each other: submit one job per size": (
             bool(job.sizes and job.servers)
+        ),
+        "--sizes and --server-nodes: a sweep is an array of jobs of one size and one part": (
+            bool(job.tasks and (job.sizes or job.server_nodes))
         ),
         f"srun places servers, but {_site_title(site)} starts ranks with "
         f"`{_site_launcher(site)}`": (

@@ -16,6 +16,7 @@ from pathlib import Path
 from hpctrain.cluster.slurm import batch_job, sbatch
 from hpctrain.cluster.slurm.job import Job, check_job, job_name, node_kind, tasks_per_node
 from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site, gpu_options, merge_gpu_options
+from hpctrain.core.names import fold_names
 
 _PLACEHOLDER = re.compile(r"\{\{ (\w+) \}\}")
 #: The jobs whose scripts lie in slurm/: the built-in recipe with each template.
@@ -79,9 +80,15 @@ def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
         "site": site.setup_script(node_kind(job, site))
         if site
         else _read_template("site.sh").rstrip(),
-        "sizes": _SIZES.format(" ".join(map(str, job.sizes))) if job.sizes else "",
+        "array": _array_lines(job),
         "run": _run_folder_word(job),
-        "train": shlex.join([*program, "train", job.recipe, *job.arguments, *servers]),
+        "train": " ".join(
+            [
+                shlex.join([*program, "train", job.recipe, *job.arguments]),
+                *['"${values[@]}"'] * bool(job.tasks),
+                *servers,
+            ]
+        ),
         "placement": placement,
         "sent_file": shlex.quote(str(folder / SENT_FILE.name)),
         "policy": " ".join(f"--{name}={value}" for name, value in policy.items()),
@@ -106,6 +113,10 @@ _HEADS = {
         "Train with parameter servers, ranks that keep the parameters and need no GPU",
         "# The last ranks of a job serve.",
     ),
+    "sweep_array.sbatch": (
+        "Train each member of a sweep, a task of a job array",
+        "# A task is put back into the queue by itself.",
+    ),
     "scaling_array.sbatch": (
         "Train the same on 1, 2, 4 ... nodes, a task of a job array for each size, one after the "
         "other",
@@ -126,7 +137,7 @@ def _sbatch_lines(job: Job, site: Site | None) -> str:
         **_size_options(job.nodes, tasks, cores),
         **gpu_request,
         "time": job.time,
-        **({"array": f"0-{len(job.sizes) - 1}%1"} if job.sizes else {}),
+        **({"array": _array_range(job)} if job.sizes or job.tasks else {}),
         "signal": f"B:USR1@{job.warn_s}",
         ("requeue" if job.max_restarts else "no-requeue"): "",
         "open-mode": "append",
@@ -170,8 +181,27 @@ def _extra_options(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
 
 def _run_folder_word(job: Job) -> str:
     """Return the run's folder as a word of shell."""
-    name = f"runs/{job_name(job)}-${'SLURM_ARRAY_JOB_ID' if job.sizes else 'SLURM_JOB_ID'}"
-    return (shlex.quote(job.out) if job.out else name) + "/nodes-$nodes" * bool(job.sizes)
+    variable = "SLURM_ARRAY_JOB_ID" if job.sizes or job.tasks else "SLURM_JOB_ID"
+    folder = shlex.quote(job.out) if job.out else f"runs/{job_name(job)}-${variable}"
+    return folder + "/nodes-$nodes" * bool(job.sizes) + "/$member" * bool(job.tasks)
+
+
+def _array_range(job: Job) -> str:
+    """Return the numbers of an array's tasks; those of sizes run one after the other."""
+    if job.sizes:
+        return f"0-{len(job.sizes) - 1}%1"
+    return fold_names(str(task.number) for task in job.tasks)[0].strip("[]")
+
+
+def _array_lines(job: Job) -> str:
+    """Return the shell lines that choose what a task of an array trains; empty for other jobs."""
+    if job.sizes:
+        return _SIZES.format(" ".join(map(str, job.sizes)))
+    cases = [
+        f"{task.number}) member={task.name} values=({shlex.join(task.arguments)}) ;;"
+        for task in job.tasks
+    ]
+    return "\n".join(["case $SLURM_ARRAY_TASK_ID in", *cases, _NO_MEMBER, "esac"]) if cases else ""
 
 
 def _elastic_launcher(job: Job) -> str:
@@ -188,6 +218,8 @@ def _elastic_launcher(job: Job) -> str:
 
 
 _SIZES = "sizes=({})\nnodes=${{sizes[$SLURM_ARRAY_TASK_ID]}}"
+
+_NO_MEMBER = '*) echo "no member $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;'
 
 _SERVERS_ON_OWN_NODES = """\
 # One MPI job over both parts, with as many cores for each rank.

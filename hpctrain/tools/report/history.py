@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core import progress
 from hpctrain.core.config import toml
 from hpctrain.core.errors import UsageError
+from hpctrain.core.metrics import make_criterion
 from hpctrain.core.names import counted
 from hpctrain.core.printing import say
-from hpctrain.core.run_files import run_folder
+from hpctrain.core.run_files import run_folder, sweep_folder
 from hpctrain.core.run_files.folder_lock import is_locked
 from hpctrain.tools.report import record
 from hpctrain.tools.report.record import RunRecord
@@ -27,6 +29,7 @@ DEFAULT_WIDTH = 130  # characters, if stdout is no terminal
 RESULTS = ("test_accuracy", "test_r2", "test_loss", "train_loss")
 NO_RECIPE = "(Python)"  #: in place of a recipe's name
 RUNNING, KILLED, DAMAGED = "running", "killed", "damaged"
+DONE, WAITING = "done", "waiting"
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 SILENT_S = 30.0  #: a shared file system may show a lock, or its end, so much later
@@ -34,7 +37,7 @@ SILENT_S = 30.0  #: a shared file system may show a lock, or its end, so much la
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A run in a line; None where its files do not tell."""
+    """A run or a sweep in a line; None where its files do not tell."""
 
     started: float  #: of the last part of the run; seconds since the epoch
     recipe: str
@@ -46,18 +49,24 @@ class HistoryEntry:
     value: float | None
     folder: str
     lost_ranks: int = 0  #: that the run survived
+    members: dict[str, int] | None = None  #: of a sweep, their number by status
 
     def as_json(self) -> dict[str, Any]:
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started))
         return {**asdict(self), "started": started}
 
 
-def list_runs(folder: Path) -> list[HistoryEntry]:
+def list_runs(folder: Path, each_member: bool = False) -> list[HistoryEntry]:
     """Return the runs in `folder`, the last started first; `folder` may be a run itself.
 
-    Raises UsageError if there are none.
+    A sweep is an entry, with `each_member` one for each of its runs; of the folder of a sweep the
+    entries are its members, in their order. Raises UsageError if there are none.
     """
+    if sweep_folder.is_sweep(folder):
+        return list_members(folder)
     entries = [read_entry(run) for run in _find_folders(folder)]
+    for sweep in sweep_folder.find(folder):
+        entries += list_members(sweep) if each_member else [_summarize(sweep)]
     if not entries:
         raise UsageError(
             f"{folder}: expected the folder of a run, or one that holds runs, seen none"
@@ -66,10 +75,53 @@ def list_runs(folder: Path) -> list[HistoryEntry]:
 
 
 def _find_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs; a job array's lie in nodes-N below its folder."""
-    for path in (folder, *folder.glob("*"), *folder.glob("*/nodes-*")):
-        if any((path / name).is_file() for name in record.FILES):
+    """Yield the folders of runs; a job array's lie below its folder."""
+    tasks = (*folder.glob("*/nodes-*"), *folder.glob("*/*=*"))
+    for path in (folder, *folder.glob("*"), *tasks):
+        if _is_run(path) and (path == folder or not sweep_folder.is_sweep(path.parent)):
             yield path
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in record.FILES)
+
+
+def list_members(folder: Path) -> list[HistoryEntry]:
+    """Return an entry for each member of the sweep in `folder`, in order; raise FileError."""
+    sweep = sweep_folder.read(folder)
+    started = (folder / sweep_folder.SWEEP).stat().st_mtime
+    recipe = sweep.recipe.rpartition("/")[2].removesuffix(".toml")
+    blank = (None, None, WAITING, None, None, None)
+    return [
+        read_entry(run) if _is_run(run) else HistoryEntry(started, recipe, *blank, str(run))
+        for run in (folder / member.name for member in sweep.members)
+    ]
+
+
+def _summarize(folder: Path) -> HistoryEntry:
+    """Return the entry of a sweep: its members by status, and the best result of those."""
+    try:
+        entries = list_members(folder)
+    except UsageError as error:
+        started = (folder / sweep_folder.SWEEP).stat().st_mtime
+        blank = (None, None, f"{DAMAGED}: {error}", None, None, None)
+        return HistoryEntry(started, "-", *blank, str(folder))
+    counts = Counter(entry.status.partition(":")[0] for entry in entries)
+    others = [f"{count} {status}" for status, count in counts.items() if status != DONE]
+    latest = max(entries, key=lambda entry: entry.started)
+    metric = next((name for name in RESULTS if any(e.metric == name for e in entries)), None)
+    criterion = metric and make_criterion(metric, None, "result")
+    values = [e.value for e in entries if e.metric == metric and e.value is not None]
+    return replace(
+        latest,
+        status=", ".join([f"{counts[DONE]} of {len(entries)} done", *others]),
+        step=None,
+        metric=metric,
+        value=max(values, key=criterion.goodness) if criterion else None,
+        folder=str(folder),
+        lost_ranks=sum(entry.lost_ranks for entry in entries),
+        members=dict(counts),
+    )
 
 
 def read_entry(run: Path) -> HistoryEntry:
@@ -110,7 +162,7 @@ def find_newest(folder: Path, recipe: str) -> Path:
     Raises UsageError if there is none.
     """
     runs = list_runs(folder) if folder.is_dir() else []
-    run_folders = [run.folder for run in runs if run.recipe == recipe]
+    run_folders = [run.folder for run in runs if run.recipe == recipe and run.members is None]
     if not run_folders:
         raise UsageError(
             f"--resume: expected a run of recipe '{recipe}' in {folder}/, seen none; name its "
