@@ -165,6 +165,27 @@ def test_a_job_from_its_submission_to_its_end(name, tmp_path):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
+def test_a_sweep_is_a_job_for_each_member(name, tmp_path):
+    """Each submits itself again; called again, those that are done or in the queue are left out."""
+    line = (name, "submit", "digits", "--set", "run.seed=1,2", "--out", "s")
+    jobs = IDS[name]
+    assert output_of(*line) == f"{jobs[0]}  s/seed=1\n{jobs[1]}  s/seed=2\n"
+    completed = fake_schedulers.run_job(jobs[0], tmp_path, SAYS="done 0", CODE="0", SAVED="1")
+    assert completed.returncode == 0, completed.stdout
+    completed = fake_schedulers.run_job(jobs[1], tmp_path, CODE="137", SAVED="1")
+    assert "submitted again as" in completed.stdout
+    assert states("s") == ["COMPLETED", "PENDING"]
+    with pytest.raises(UsageError, match="every member of this sweep is done, or in the queue"):
+        output_of(*line)
+    cancelled = output_of(name, "cancel", "s")
+    assert cancelled.startswith("cancelled: ") and cancelled.count("\n") == 1
+    assert output_of(*line).endswith("  s/seed=2\n")
+    with pytest.raises(UsageError, match="gets a job for each member of a sweep"):
+        output_of(name, "render", *line[2:5])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_job_is_cancelled(name):
     job = submit(name)
     later = submit(name, "--option", f"dependency=afterany:{job}")

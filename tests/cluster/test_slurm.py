@@ -17,7 +17,7 @@ import pytest
 from scripts import SENT, directives, fake, fake_hpctrain, run_script
 
 from hpctrain.cluster.slurm import sbatch, site
-from hpctrain.cluster.slurm.job import Job, job_name, parse_time_limit_s, total_ranks
+from hpctrain.cluster.slurm.job import Job, Task, job_name, parse_time_limit_s, total_ranks
 from hpctrain.cluster.slurm.render import DEFAULT_JOBS, render
 from hpctrain.core.errors import UsageError
 
@@ -33,6 +33,16 @@ GOLDEN: dict[str, tuple[Job, str | None]] = {
     "servers_on_cpu_nodes_of_perlmutter": (
         Job(nodes=4, gpus_per_node=4, servers=4, server_nodes=2, out="runs/ps"),
         "perlmutter",
+    ),
+    "sweep": (
+        Job(
+            nodes=2,
+            tasks=tuple(
+                Task(i, f"rate=0.{i}", ("--set", f"optimizer.rate=0.{i}", "--epochs", "3"))
+                for i in (1, 2, 3, 5)
+            ),
+        ),
+        None,
     ),
 }
 
@@ -91,6 +101,9 @@ BAD = [
     (Job(nodes=4, servers=3, server_nodes=2), "3 cannot be divided among --server-nodes 2"),
     (Job(nodes=4, server_nodes=2), "--server-nodes without --servers"),
     (Job(nodes=4, servers=1, sizes=(1,)), "exclude each other"),
+    (Job(sizes=(1,), tasks=(Task(0, "a=1", ()),)), "a sweep is an array of jobs of one size"),
+    (Job(servers=1, server_nodes=1, tasks=(Task(0, "a=1", ()),)), "of one size and one part"),
+    (Job(interactive=True, tasks=(Task(0, "a=1", ("--set", "b.a=1")),)), "leave out --set"),
     (Job(nodes=4, servers=1, min_ranks=2), "with --servers or --sizes is fixed"),
     (Job(nodes=4, sizes=(1, 4), elastic=True), "srun, which cannot run ULFM"),
     (Job(nodes=4, spares=1), "--spares 1: only an elastic job has spares; add --elastic"),

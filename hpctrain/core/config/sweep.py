@@ -104,7 +104,7 @@ def name_members(members: Iterable[Mapping[str, str]]) -> list[str]:
     counts = Counter(names)
     return [
         text
-        if counts[text] == 1 and len(text) <= _MAX_NAME and text[:1] not in ".-"
+        if counts[text] == 1 and len(text) <= _MAX_NAME and not text.startswith((".", "-"))
         else f"{number:04}_{text}"[:_MAX_NAME]
         for number, text in enumerate(names, start=1)
     ]
