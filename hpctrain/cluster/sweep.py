@@ -53,7 +53,7 @@ def train(sweep: Sweep, out: Path, resume: bool, start: Sequence[str]) -> int:
     """Train the members of `sweep` that are not done, in folder `out`; return the exit code.
 
     `start`: the words of hpctrain's command line before `train`. The code is 0 if all members are
-    done, that of a stopped member, which ends the sweep, or else that of the failed ones, 1 if
+    done. A stopped member ends the sweep, with its code. Else it is the failed members' code, 1 if
     their codes differ. Raises UsageError for a used folder without `resume`, or another sweep.
     """
     if out.is_dir() and resume:

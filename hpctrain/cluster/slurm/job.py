@@ -203,7 +203,7 @@ def _placement_faults(job: Job, site: Site | None) -> list[str]:
         "--sizes and --servers exclude each other: submit one job per size": (
             bool(job.sizes and job.servers)
         ),
-        "--sizes and --server-nodes: a sweep is an array of jobs of one size and one part": (
+        "--sizes and --server-nodes: a sweep's jobs have one size and one part": (
             bool(job.tasks and (job.sizes or job.server_nodes))
         ),
         f"srun places servers, but {_site_title(site)} starts ranks with "

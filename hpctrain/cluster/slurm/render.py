@@ -187,7 +187,7 @@ def _run_folder_word(job: Job) -> str:
 
 
 def _array_range(job: Job) -> str:
-    """Return the numbers of an array's tasks; those of sizes run one after the other."""
+    """Return the numbers of an array's tasks; sizes run one after the other."""
     if job.sizes:
         return f"0-{len(job.sizes) - 1}%1"
     return fold_names(str(task.number) for task in job.tasks)[0].strip("[]")
