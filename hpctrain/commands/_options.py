@@ -14,6 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, ShellComplete
 
+from hpctrain.core.config.sweep import split_values
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import sweep_folder
 from hpctrain.core.strict_json import to_json
@@ -48,8 +49,8 @@ def verbosity(context: click.Context) -> list[str]:
 
 
 def may_be_sweep(words: Iterable[str], folder: Path | None = None) -> bool:
-    """Return whether a training may be a sweep: a word has a comma, or `folder` holds a sweep."""
-    return any("," in word for word in words) or (
+    """Return whether a training may be a sweep: a word has values, or `folder` holds a sweep."""
+    return any(len(split_values(word.partition("=")[2])) > 1 for word in words) or (
         folder is not None and sweep_folder.is_sweep(folder)
     )
 

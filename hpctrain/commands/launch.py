@@ -35,6 +35,7 @@ Examples:
   hpctrain launch -n 4 -- python my_script.py --epochs 3
   hpctrain launch -n 4 --max-restarts 5 --min-ranks 2 train my.toml
   hpctrain launch -n 4 --elastic --spares 1 train my.toml
+  hpctrain launch -n 4 train my.toml --set optimizer.rate=0.1,0.3     a job for each rate
 
 After the loss of a rank the survivors of an elastic job go on (Open MPI 5 with ULFM). With any MPI,
 --max-restarts starts the job again: `train` from its newest checkpoint, a program as it is.

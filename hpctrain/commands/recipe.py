@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ from hpctrain.core.printing import say
 from hpctrain.tools.report import comparison
 from hpctrain.training import recipe as recipes
 from hpctrain.training.recipe_keys import list_all_keys
+from hpctrain.training.sweep import read_members
 
 EPILOG = """\b
 Examples:
@@ -116,11 +118,13 @@ def _relative_names(name: str) -> list[str]:
 def check(name: str, sets: tuple[str, ...]) -> None:
     """Check RECIPE, its data and its model without training; the exit code is 2 if refused.
 
-    Functions of your own are not called; hpctrain train RECIPE --dry-run calls them.
+    Of a sweep each recipe is checked, and data and model of the first. Functions of your own are
+    not called; hpctrain train RECIPE --dry-run calls them.
     """
     from hpctrain.training.dry_run import examine  # late: other subcommands read no data
 
-    spec = recipes.load(name, sets)
+    members = read_members(sets, partial(recipes.load, name))
+    spec = members[0].spec if members else recipes.load(name, sets)
     say(f"{name}: {spec.run.name} is a valid recipe: {examine(spec)}")
     say(f"memory and time per step: hpctrain train {name} --dry-run")
 

@@ -127,9 +127,7 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
     sweeps = [folder for folder in folders if sweep_folder.is_sweep(folder)]
     if len(folders) < 2 and not sweeps:
         raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
-    if sweeps and len(folders) > 1:
-        raise UsageError(f"{sweeps[0]} is a sweep: compare it alone, or name its runs")
-    if sweeps:
+    if sweeps and len(folders) == 1:
         result = sweep.compare(folders[0])
         facts, show, folders = result.as_json(), partial(sweep.print_result, result), result.runs
     else:

@@ -13,7 +13,7 @@ import numpy as np
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError
-from hpctrain.core.run_files import run_folder
+from hpctrain.core.run_files import run_folder, sweep_folder
 
 MAX_COUNTS = 10**8  #: rows times kinds of staleness
 FILES = (run_folder.RECIPE, run_folder.METRICS, run_folder.SUMMARY)  #: any makes a folder a run
@@ -163,6 +163,8 @@ class RunRecord:
 
 def read(run: Path) -> RunRecord:
     """Return the record of the run in folder `run`; raise UsageError if there is none."""
+    if sweep_folder.is_sweep(run):
+        raise UsageError(f"{run} is a sweep: name one of its runs, see `hpctrain runs {run}`")
     if not any(os.path.lexists(run / name) for name in FILES):
         raise UsageError(f"{run} holds no run: expected {', '.join(FILES[:2])} or {FILES[2]}")
     summary = run_folder.read_summary(run) or {}

@@ -8,6 +8,7 @@ import os
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.cli import hpctrain
 from hpctrain.commands.runs import compare, runs
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import folder_lock, run_folder, sweep_folder
@@ -89,9 +90,10 @@ def test_the_best_member_by_the_metric_of_the_recipe(folder, table):
     assert json.loads(CliRunner().invoke(compare, ["runs/sweep", "--json"]).stdout)["best"] == name
 
 
-def test_a_sweep_is_compared_alone(folder):
-    with pytest.raises(UsageError, match="is a sweep: compare it alone"):
-        CliRunner().invoke(compare, ["runs/sweep", "runs/sweep/rate=0.1"], catch_exceptions=False)
+@pytest.mark.parametrize("command", ["compare runs/sweep/rate=0.1", "follow", "report"])
+def test_other_commands_take_a_run(folder, command):
+    with pytest.raises(UsageError, match="runs/sweep is a sweep: name one of its runs"):
+        CliRunner().invoke(hpctrain, [*command.split(), "runs/sweep"], catch_exceptions=False)
 
 
 DAMAGED = [
