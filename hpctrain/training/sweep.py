@@ -10,6 +10,7 @@ from pathlib import Path
 from hpctrain.core.config import sweep
 from hpctrain.core.config.sweep import Axes
 from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief
 from hpctrain.core.run_files import sweep_folder
 from hpctrain.core.run_files.sweep_folder import SweepFile
 from hpctrain.training.recipe import Recipe
@@ -81,12 +82,14 @@ def _announce(axes: Axes, load: Callable[[list[str]], Recipe]) -> None:
     """Log the keys of a sweep, and texts with commas that would also be one valid value."""
     log.info(sweep.announce(axes))
     for key, values in axes.values.items():
+        text = f"{key}={','.join(values)}"
         others = [f"{other}={texts[0]}" for other, texts in axes.values.items() if other != key]
         try:
-            load([*axes.fixed, *others, f"{key}={','.join(values)}"])
+            load([*axes.fixed, *others, text])
         except UsageError:
             continue
         log.warning(
-            "--set %s=%s: %d values of a sweep; one text with commas stands in quotes: '%s=\"%s\"'",
-            key, ",".join(values), len(values), key, ",".join(values),
-        )  # fmt: skip
+            "--set %s: values of a sweep; a text with commas stands in quotes, as '%s=\"a,b\"'",
+            brief(text)[1:-1],
+            key,
+        )

@@ -190,10 +190,18 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     line = ("submit", "digits", *SWEEP, "--out", "s")
     array = told(*line).split()[0]
     slurm.jobs.append(int(array))
-    rows = json.loads(told("status", "--json", "--wait", "100", "s"))
-    assert [(row["job"], row["state"], row["status"]) for row in rows] == [
-        (f"{array}_{task}", "COMPLETED", "done") for task in range(2)
-    ]
+    assert tasks_of("s") == [(f"{array}_{task}", "COMPLETED", "done") for task in range(2)]
     must_be_as_alone(tmp_path)
     with pytest.raises(UsageError, match="every member of this sweep is done"):
         told(*line)
+    Path("s/seed=2", run_folder.SUMMARY).unlink()
+    array = told(*line).split()[0]
+    slurm.jobs.append(int(array))
+    assert tasks_of("s") == [(f"{array}_1", "COMPLETED", "done")]
+    must_be_as_alone(tmp_path)
+
+
+def tasks_of(folder: str) -> list[tuple[str, str, str]]:
+    """Return the tasks of the newest array of a sweep, once they have ended."""
+    rows = json.loads(told("status", "--json", "--wait", "100", folder))
+    return [(row["job"], row["state"], row["status"]) for row in rows]

@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.files import brief
 from hpctrain.core.names import counted
 
 MAX_MEMBERS = 1000  #: of a sweep: as many tasks as Slurm's default allows an array
 NAME_LISTS = ("run.metrics", "log.to")
 _TOKENS = re.compile(r"""\s+|"(?:\\.|[^"\\])*"|'[^']*'|[^\s"'\[\]{},]+|.""", re.S)
 _MAX_NAME = 100  #: characters of a member's name
+_MAX_LISTED = 8  #: values of a key in a line
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,10 @@ def describe(values: Mapping[str, str]) -> str:
 
 def announce(axes: Axes) -> str:
     """Return the keys of a sweep with their values, in a line."""
-    texts = (f"{key} ({brief(', '.join(values))[1:-1]})" for key, values in axes.values.items())
+    texts = (f"{key} ({', '.join(_shorten(values))})" for key, values in axes.values.items())
     count = math.prod(map(len, axes.values.values()))
     return f"a sweep of {counted(count, 'member')} over {' and '.join(texts)}"
+
+
+def _shorten(values: Sequence[str]) -> Sequence[str]:
+    return values if len(values) <= _MAX_LISTED else [*values[:_MAX_LISTED], "..."]
