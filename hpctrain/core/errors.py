@@ -56,6 +56,16 @@ class BadSampleError(HpctrainError):
     exit_code = 2
 
 
+class ReadError(HpctrainError):
+    """Samples of a training step could not be read; raised on all ranks."""
+
+
+class BadDataError(ReadError):
+    """A ReadError because of a DataError: the same data would fail again."""
+
+    exit_code = 2
+
+
 class ModelError(UsageError):
     """A model that does not fit the options, or was changed within a run: raised on all ranks."""
 
@@ -117,7 +127,9 @@ class RecoveryError(HpctrainError):
 
 
 #: Errors that all ranks raise together; any other is raised by a rank alone.
-AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError, JobEndedError, RecoveryError)
+AGREED_ERRORS = (
+    UsageError, ReadError, TrainingError, SaveError, StoppedError, JobEndedError, RecoveryError,
+)  # fmt: skip
 
 
 def annotate(error: BaseException, lines: Iterable[str]) -> None:

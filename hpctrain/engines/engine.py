@@ -101,7 +101,7 @@ class Work(Protocol):
         """Record the results of a task; the run has reached `step`."""
 
     def flags(self) -> Flags:
-        """Return the flags of this rank now."""
+        """Return the flags of this rank now; a failure if its last task lacks its samples."""
 
 
 class Commit:

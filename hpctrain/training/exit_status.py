@@ -15,6 +15,7 @@ from hpctrain.core.errors import (
     LostRankError,
     ModelError,
     RankKilled,
+    ReadError,
     SaveError,
     StoppedError,
     TrainingError,
@@ -48,7 +49,7 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
         raise
     except RankKilled:
         raise
-    except (StoppedError, TrainingError, SaveError, ModelError) as error:  # raised on all ranks
+    except (StoppedError, TrainingError, SaveError, ReadError, ModelError) as error:  # on all ranks
         status = "stopped" if isinstance(error, StoppedError) else "failed"
         on_end(journal.finish(status, error.exit_code, str(error)))
         _with_last_lines(error, journal)

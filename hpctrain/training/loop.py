@@ -111,6 +111,8 @@ class Loop:
             step_before, stop = self.step, self._next_stop()
             orders.draw(self._world, sampler, self.step, stop - 1 + self._steps_ahead)
             self.step, flags = self._engine.train(tasks, self.step, stop)
+            if flags.failed:
+                tasks.raise_read_error()
             if self._journal.intervals is not None:  # else an older part did not count them
                 self._journal.intervals += 1
             self._replay_log.write()

@@ -24,7 +24,7 @@ import numpy as np
 
 from hpctrain import data
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.core.errors import DataError, HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.core.trees import map_arrays
 from hpctrain.data.node_rows import FillReader, Shares, SlotLayout, choose_layout, describe
@@ -39,8 +39,6 @@ from hpctrain.world import World
 log = logging.getLogger(__name__)
 #: counters: fills read, an error, pieces of fills read, fills released by rank 0, ...
 FILLED, ENDED, PIECES, RELEASED = 0, 1, 2, 3
-NOTE_BYTES = 16 << 10  #: of the text of an error
-OTHER_ERROR, DATA_ERROR = 1, 2  #: the first byte of a note
 RELEASE_NAP_S, OWN_NAP_S = 5e-4, 1e-3
 PROGRESS_PART = 0.25  #: of the limit of a wait, after which a piece that was read restarts it
 
@@ -50,7 +48,6 @@ class _Node(NamedTuple):
 
     layout: SlotLayout
     counters: np.ndarray  #: see NodeCounters
-    note: np.ndarray  #: uint8, the kind and the text of the reader's error
     slots: list[tuple[Any, Any]]
     reader: int  #: the rank that reads, as in the World
     trainers: tuple[int, ...]  #: the local ranks that train
@@ -66,7 +63,8 @@ class NodeReader:
         self._fills = node.layout.fills(segment.sampler, first, segment.total_steps)
         self._fill, self._number = range(first, first), -1  # the fill in use
         self._changed, self._is_closed = threading.Condition(), False
-        self._error: BaseException | None = None
+        self.has_failed = False  #: whether rows that this rank asked for could not be read
+        self.error: BaseException | None = None  #: the reason, in the rank that reads
         self._thread: threading.Thread | None = None
         if node.reader == self._world.rank:
             steps = node.layout.fills(segment.sampler, first, segment.total_steps)
@@ -76,7 +74,10 @@ class NodeReader:
             self._thread.start()
 
     def rows(self, step: int, samples: int) -> tuple[Any, Any]:
-        """Return (x, y) of the `samples` of this worker's share of `step`, until the next call."""
+        """Return (x, y) of the `samples` of this worker's share of `step`, until the next call.
+
+        If they could not be read, `has_failed` is set, and the rows hold any samples, or zeros.
+        """
         while step >= self._fill.stop:
             self._number += 1
             self._counters.write(RELEASED + self._world.local_rank, self._number)
@@ -98,18 +99,11 @@ class NodeReader:
                 log.warning("the thread that reads data did not end: a read has not returned")
 
     def _wait(self) -> None:
-        """Wait for the fill in use; the reader's error is raised on each rank of its node."""
+        """Wait for the fill in use, or for the reader's error."""
         wait_for = self._world.link.endpoint.waits.wait_for
         while not self._has_come():  # each wait has the whole limit, and a record of its own
             wait_for(self._limit_wait(), b"read by the node", self._node.reader)
-        if self._counters.read(FILLED) > self._number:
-            return
-        if self._error is not None:
-            raise self._error
-        kind, *text_bytes = self._node.note.tobytes().rstrip(b"\0")
-        text = bytes(text_bytes).decode(errors="replace")
-        error = DataError if kind == DATA_ERROR else HpctrainError
-        raise error(f"{text} (read by rank {self._node.reader})")
+        self.has_failed = self._counters.read(FILLED) <= self._number
 
     def _has_come(self) -> bool:
         read = self._counters.read
@@ -161,12 +155,8 @@ class NodeReader:
                     return
                 reader.read(steps, slots[number % layout.slots])
                 self._publish(counters, FILLED, number + 1)
-        except BaseException as error:  # raised where its fill is used
-            self._error = error
-            is_data, is_known = isinstance(error, DataError), isinstance(error, HpctrainError)
-            text = str(error) if is_known else f"{type(error).__name__}: {error}"
-            note = bytes([DATA_ERROR if is_data else OTHER_ERROR]) + text.encode()[: NOTE_BYTES - 1]
-            self._node.note[: len(note)] = np.frombuffer(note, np.uint8)
+        except BaseException as error:  # raised on all ranks where its fill is used
+            self.error = error
             self._publish(counters, ENDED, 1)
 
     def _may_fill(self, counters: NodeCounters, number: int) -> bool:
@@ -259,16 +249,14 @@ def _make_node(segment: FitSegment, first: int) -> _Node | None:
     if layout is None or not all(have_layouts):
         return None
     counter_bytes = (RELEASED + world.node.size) * WORDS_PER_LINE * np.uint64().itemsize
-    slots_begin = counter_bytes + NOTE_BYTES
-    memory = _allocate(world, slots_begin + layout.slots * layout.slot_bytes)
+    memory = _allocate(world, counter_bytes + layout.slots * layout.slot_bytes)
     if memory is None:
         _announce(world, "the ranks of the node share no memory; each reads its own rows")
         return None
-    slots = memory[slots_begin:].reshape(layout.slots, layout.slot_bytes)
+    slots = memory[counter_bytes:].reshape(layout.slots, layout.slot_bytes)
     return _Node(
         layout,
         memory[:counter_bytes].view(np.uint64),
-        memory[counter_bytes:slots_begin],
         list(map(layout.arrays, slots)),
         ranks[trainers[0]],
         trainers,

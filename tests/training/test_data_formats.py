@@ -9,7 +9,7 @@ import pytest
 from data_files import WRITERS, npy, write
 from ranks import on_ranks, run_on
 
-from hpctrain.core.errors import BadSampleError, StoppedError, UsageError
+from hpctrain.core.errors import BadDataError, StoppedError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.training import recipe, runs
@@ -115,7 +115,7 @@ def test_a_missing_value_ends_a_run_and_names_its_row(tmp_path):
         file["in/x"][17, 2] = 2.0**99
         file["in/x"].attrs["_FillValue"] = np.float32(2.0**99)
     with pytest.raises(
-        BadSampleError, match=r"d.h5: in/x: row 17 holds 6.33\S+ at \(2,\), which marks a"
+        BadDataError, match=r"d.h5: in/x: row 17 holds 6.33\S+ at \(2,\), which marks a"
     ):
         run_on("threads", 1, lambda w: runs.train(spec(table, "columns"), w, tmp_path / "r", False))
 

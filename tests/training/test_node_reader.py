@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,8 @@ from ranks import on_ranks
 
 import hpctrain as ht
 from hpctrain import data
-from hpctrain.core.errors import BadSampleError, HpctrainError, UsageError
+from hpctrain.core.errors import BadDataError, HpctrainError, ReadError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.data import Dataset, ReadOptions, ReadSamples, node_rows
 from hpctrain.data.augment import AugmentedSamples
 from hpctrain.data.derived import ResizedSamples
@@ -192,7 +194,7 @@ def test_memory_is_bounded(limit, chunk_rows, monkeypatch):
     monkeypatch.setattr(node_reader, "_allocate", note)
     body = lambda link: fitted(over_threads(link), train, read_ahead_bytes=limit)  # noqa: E731
     run_ranks(2, body, 20)
-    fixed = node_reader.NOTE_BYTES + 5 * 64  # the note, and a counter per rank and three more
+    fixed = 5 * 64  # a counter per rank and three more
     assert fixed + limit // 3 < allocated[0] <= fixed + limit
     assert max(map(len, train.reads)) <= 240 // 24
 
@@ -215,34 +217,48 @@ class Uneven(Chunked):
 
 
 FAULTS = {
-    "a value": (lambda folder: mapped(folder, s31=np.nan), BadSampleError,
+    "a value": (lambda folder: mapped(folder, s31=np.nan), BadDataError,
                 r"x\.npy, \S+y\.npy: x holds nan in sample 31, at \(1, 0\)"),
-    "the system": (lambda folder: Broken(), HpctrainError,
+    "the system": (lambda folder: Broken(), ReadError,
                    r"set\.h5: x, y: sample 31 could not be read: OSError: \[Errno 5\] Input/out"),
-    "the form": (lambda folder: Uneven(), HpctrainError,
+    "the form": (lambda folder: Uneven(), ReadError,
                  r"set\.h5: x, y: expected \d+ rows like those of sample 0 .*; \[data\] reader = "),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_reader_that_fails_names_the_sample_on_each_rank_of_its_node(fault, tmp_path):
+FAILURES = [
+    *[(fault, "allreduce", "node", "aab") for fault in FAULTS],
+    *[("a value", engine, "node", "aabb") for engine in ENGINES],
+    *[("a value", engine, "rank", "aabb") for engine in ("allreduce", "ps-sync")],
+]
+
+
+@pytest.mark.parametrize(("fault", "engine", "reader", "hosts"), FAILURES)
+def test_a_reader_that_fails_names_the_sample_on_each_rank_of_each_node(
+    fault, engine, reader, hosts, tmp_path
+):
     make, kind, message = FAULTS[fault]
     errors: dict[int, BaseException] = {}
-    train = make(tmp_path)
+    sets = [make(tmp_path) for _ in hosts]
+    out = tmp_path / "run"
 
     def body(link):
+        keys = {"engine": engine, "steps": None, "epochs": 1, "out": out}
         try:
-            fitted(over_threads(link), train, steps=None, epochs=1)
+            fitted(over_threads(link, hosts), sets[link.rank], reader, **keys)
         except HpctrainError as error:
             errors[link.rank] = error
             raise
 
-    with pytest.raises(kind, match=message):
-        run_ranks(3, body, 20)
-    for rank in range(3):
-        assert type(errors[rank]) is kind
-        assert str(errors[rank]).endswith(" (read by rank 0)") == (rank > 0)
-        assert str(errors[0]) in str(errors[rank])
+    with pytest.raises(kind):
+        run_ranks(len(hosts), body, 20)
+    assert {type(errors[rank]) for rank in range(len(hosts))} == {kind}
+    (text,) = {str(error) for error in errors.values()}
+    assert re.match(rf"rank \d on [ab]: .*{message}", text)
+    summary = run_folder.read_summary(out)
+    assert (summary["status"], summary["reason"]) == ("failed", text)
+    assert summary["exit_code"] == kind.exit_code
+    assert 0 <= summary["steps"] < 6
 
 
 def test_a_read_that_hangs_is_named_within_the_limit(monkeypatch):

@@ -64,11 +64,12 @@ class Worker:
     def _compute_round(self, work: Work, first_step: int) -> tuple[Sums, Report]:
         """Compute the gradients of a push, from step `first_step` on."""
         sums: Sums = {}
-        flags, targets, batch_targets = work.flags(), 0.0, 0
+        flags, targets, batch_targets = Flags(), 0.0, 0
         push_every = self.method.push_every
         last_step = first_step + push_every - 1
         for step in range(first_step, last_step + 1):
             task = work.task(step)
+            flags = flags.merge(work.flags())  # after the task, whose samples may be unreadable
             step_sums, flags = self._compute_gradient(task, step, flags, step == last_step)
             if flags.failed:
                 break
