@@ -80,6 +80,22 @@ class Scale:
         ]
         return Scale(table["rule"], *arrays)
 
+    def must_equal(self, recorded: Scale, samples: Samples, source: str) -> None:
+        """Raise UsageError, which begins with `source`, if `recorded` scales otherwise.
+
+        `samples`: not scaled; "auto" leaves some of them as they are.
+        """
+        if self.as_json() == recorded.as_json():
+            return
+        dtype = _dtype_of(samples.rows(np.arange(0))[0])
+        if self.changes(dtype) or recorded.changes(dtype):
+            number_text = " of other numbers" * (self.rule == recorded.rule)
+            raise UsageError(
+                f"{source}: expected samples scaled by '{recorded.rule}', with which this run "
+                f"began, seen '{self.rule}'{number_text}; give samples that are scaled as before, "
+                "or begin another run"
+            )
+
     def must_fit(self, sample_shape: tuple[int, ...], source: str) -> Scale:
         """Return self; raise UsageError, which begins with `source`, for other samples."""
         columns = _column_count(sample_shape)

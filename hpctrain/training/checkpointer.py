@@ -13,6 +13,8 @@ from hpctrain import checkpoint
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.trees import shape_from_json
+from hpctrain.data import unwrap
+from hpctrain.data.scaling import Scale
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.training import weights
@@ -64,8 +66,9 @@ class Checkpointer:
             saved.on_arrival(partial(self._loss_scale.restore, state))
 
     def must_fit(self, reader: checkpoint.Reader) -> None:
-        """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
-        recipe, about = self._segment.fit.origin.recipe, reader.about
+        """Raise UsageError if the facts of a checkpoint differ from model, engine and scale."""
+        fit, about = self._segment.fit, reader.about
+        recipe = fit.origin.recipe
         saved_model, own_model = about.get("model") or {}, self._about["model"]
         is_same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
         facts: dict[str, tuple[Any, Any]] = {
@@ -87,6 +90,9 @@ class Checkpointer:
                     f"expected {brief(expected)}, seen {brief(saved)}; resume with the model and "
                     "the engine that it was made with"
                 )
+        if fit.scale is not None and about.get("scale") is not None:
+            recorded = Scale.from_json(about["scale"])
+            fit.scale.must_equal(recorded, unwrap(fit.train), reader.origin)
 
     def is_due(self, step: int, row: Row) -> bool:
         """Return whether to save after `step`; `row`: its row of metrics, empty if it has none."""

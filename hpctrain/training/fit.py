@@ -66,7 +66,7 @@ class Fit:
     @property
     def scale(self) -> Scale | None:
         """The scale of the samples, for checkpoints: the recipe's, or the scale of `train`."""
-        return self.origin.scale if self.origin.recipe else scale_of(self.train)
+        return self.origin.scale if self.origin.recipe else scale_of(self.train) or Scale()
 
 
 @dataclass(frozen=True)

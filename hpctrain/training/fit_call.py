@@ -16,6 +16,7 @@ from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import unwrap
 from hpctrain.data.reading import chunk_rows_of
+from hpctrain.data.scaling import scale_of
 from hpctrain.training import orders, run_facts
 from hpctrain.training.arguments import check_sets
 from hpctrain.training.callbacks import Callbacks, check_metrics
@@ -140,10 +141,10 @@ def _log_start(segment: FitSegment) -> None:
     mesh_text = run_facts.describe_mesh(mesh, batch)
     if segment.world.rank == 0:
         fit, steps, run = segment.fit, segment.total_steps, segment.run
-        if fit.scale and fit.origin.recipe is None:  # a recipe's is announced with its data
+        if (scale := scale_of(fit.train)) and fit.origin.recipe is None:  # a recipe's is announced
             samples = unwrap(fit.train)
             x, _ = samples.rows(np.arange(0))
-            log.info("[data] scale: %s", fit.scale.describe(x.dtype, len(samples)))
+            log.info("[data] scale: %s", scale.describe(x.dtype, len(samples)))
         log.info("%s: %s, %d steps; folder: %s", segment.fit.name, start, steps, run)
         if mesh_text:
             log.info("pipeline: %s", mesh_text)

@@ -12,7 +12,7 @@ from hpctrain.data.scaling import Scale, ScaledSamples, scale_of
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.nn.metrics import check_metrics
-from hpctrain.training.arguments import as_samples
+from hpctrain.training.arguments import as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.evaluation import Evaluation, SoleEvaluator, bind_metrics
 
@@ -43,13 +43,15 @@ class TrainedModel:
 
         Metrics of the run's recipe are among them.
 
-        Samples that the `load` of a data set has scaled are not scaled again.
+        Samples that the `load` of a data set has scaled are not scaled again. Raises UsageError for
+        samples or targets that do not fit the model.
         """
         samples = as_samples(samples, "evaluate")
         if self.scale.rule != "none" and scale_of(samples) is None:
             samples = ScaledSamples(samples, self.scale)
         if (order := order_of(samples)) is not None:
             samples = SelectedSamples(samples, order.indexes(0, 0))
+        check_sets(self.model, self.replica.loss, evaluated=samples)
         metrics = bind_metrics(self._metrics, self.model, samples)
         with centered_loss(self.model, samples):
             return Evaluation(SoleEvaluator(self.replica), metrics).evaluate(samples)

@@ -195,6 +195,56 @@ def test_a_run_of_a_trainer_keeps_the_scale_of_its_samples(tmp_path, caplog, x, 
     assert f"[data] scale: {text}" in caplog.text
 
 
+DIVIDED = IMAGES.astype(np.float32) / 255
+TRAINER_SCALES = {
+    "the same": (COLUMNS, {"scale": "standard"}, COLUMNS, {"scale": "standard"}, ""),
+    "auto, without effect": (COLUMNS, {"scale": "auto"}, COLUMNS, {"scale": "none"}, ""),
+    "another rule": (COLUMNS, {"scale": "standard"}, COLUMNS, {"scale": "minmax"},
+                     "scaled by 'standard', with which this run began, seen 'minmax'; give"),
+    "other numbers": (COLUMNS, {"scale": "standard"}, 2 * COLUMNS, {"scale": "standard"},
+                      "scaled by 'standard', .* seen 'standard' of other numbers"),
+    "no longer": (COLUMNS, {"scale": "standard"}, COLUMNS, {},
+                  "scaled by 'standard', .* seen 'none'"),
+    "only now": (IMAGES, {"scale": "none"}, IMAGES, {}, "scaled by 'none', .* seen 'auto'"),
+    "auto, by hand": (IMAGES, {}, DIVIDED, {}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINER_SCALES)
+def test_a_trainer_that_is_resumed_with_another_scale_is_refused(tmp_path, name):
+    x, options, other_x, other_options, message = TRAINER_SCALES[name]
+
+    def fit(world, x, options, steps, **keys):
+        split = read({**write(tmp_path, "npz", x), **options}).load(0)
+        layers = [nn.Flatten(), nn.Linear(3)]
+        with Trainer(nn.Model(layers, x.shape[1:]), "adamw", world=world) as trainer:
+            keys |= {"batch": 30, "out": tmp_path / "run"}
+            return trainer.fit(split.train, steps=steps, **keys)
+
+    run_on("threads", 1, lambda world: fit(world, x, options, 2))
+    resumed = lambda world: fit(world, other_x, other_options, 4, resume=True)  # noqa: E731
+    if message:
+        with pytest.raises(UsageError, match=rf"step-00000002: expected samples {message}"):
+            run_on("threads", 1, resumed)
+    else:
+        assert run_on("threads", 1, resumed)[0]["steps"] == 4
+
+
+BAD_SETS = {
+    "samples": ((COLUMNS[:, :3], Y), r"expects samples of shape \(4,\), seen \(3,\)"),
+    "labels": ((COLUMNS, Y + 1), "evaluated set: label 3 of sample 2 is out of range"),
+    "targets": ((COLUMNS, COLUMNS[:, 0]), "evaluated set: .*integer class labels, seen float32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETS)
+def test_a_loaded_model_refuses_sets_that_do_not_fit(tmp_path, name):
+    samples, message = BAD_SETS[name]
+    train({**write(tmp_path, "npy", COLUMNS), "scale": "standard"}, tmp_path / "run")
+    with pytest.raises(UsageError, match=message):
+        runs.load(tmp_path / "run").evaluate(samples)
+
+
 def test_real_targets_are_no_labels(tmp_path):
     tables = spec(write(tmp_path, "npy", COLUMNS, COLUMNS[:, 0])).tables
     labelled = recipe.check(tables | {"loss": {"kind": "cross_entropy"}})
