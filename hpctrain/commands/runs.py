@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hpctrain.commands._options import complete_choices, report_packages
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
@@ -152,7 +153,7 @@ def _to_option(required: bool) -> Callable[[Callable[..., None]], Callable[..., 
         required=required,
         metavar="NAME",
         callback=lambda context, option, texts: tuple(
-            dict.fromkeys(name.strip() for text in texts for name in text.split(","))
+            dict.fromkeys(name for text in texts for name in config.split_names(text))
         ),
         shell_complete=complete_choices(("tensorboard", "wandb", "mlflow", "csv")),
         help="tensorboard, wandb, mlflow or csv: write its files into DIR; several with commas.",

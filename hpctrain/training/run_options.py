@@ -6,7 +6,7 @@ import inspect
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from hpctrain.core import config
 from hpctrain.core.config import usercode
@@ -25,11 +25,6 @@ def _file_name(name: str) -> str:
     if "/" in name or name.startswith(".") or not name.isprintable():
         raise ValueError("expected a name without '/', control characters and a dot in front")
     return name
-
-
-def _split_names(value: Any) -> Any:
-    """Return the names in a text with commas; any other value as it is."""
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 @config.options
@@ -86,8 +81,7 @@ class RunOptions(FitOptions):
     epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
     #: "module:function", or the keys of CallbackOptions
     callbacks: list[str | dict[str, Any]] = field(default_factory=list)
-    #: of the test set, see `ht.metrics`; also as one text with commas
-    metrics: Annotated[list[str], BeforeValidator(_split_names)] = field(default_factory=list)
+    metrics: config.Names = field(default_factory=list)  #: of the test set, see `ht.metrics`
     device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Precision = "float32"
 

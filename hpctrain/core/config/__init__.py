@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
 import pydantic.dataclasses
@@ -14,9 +14,27 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.names import pick, unknown
 
-__all__ = ["OptionsError", "options", "pick", "read", "read_kind", "unknown"]
+__all__ = [
+    "Names",
+    "OptionsError",
+    "options",
+    "pick",
+    "read",
+    "read_kind",
+    "split_names",
+    "unknown",
+]
 
 T = TypeVar("T")
+
+
+def split_names(value: Any) -> Any:
+    """Return the names in a text with commas; any other value as it is."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+#: The type of an option: a list of names, also given as one text with commas.
+Names = Annotated[list[str], pydantic.BeforeValidator(split_names)]
 _MISSING = ("missing", "missing_argument")
 _MAX_FAULTS = 10  #: of one table that an error lists: a list may have thousands
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class LogOptions:
     """`[log]`: names of trackers, and the project of W&B and the experiment of MLflow."""
 
-    #: "tensorboard", "wandb", "mlflow", "csv"; also as one text with commas
-    to: list[str] | str = field(default_factory=list)
+    to: config.Names = field(default_factory=list)  #: "tensorboard", "wandb", "mlflow", "csv"
     project: str | None = None  #: by default the recipe's name
 
     def __post_init__(self) -> None:
@@ -28,8 +27,7 @@ class LogOptions:
     @property
     def names(self) -> list[str]:
         """The names in `to`, each once."""
-        names = self.to.split(",") if isinstance(self.to, str) else self.to
-        return list(dict.fromkeys(name.strip() for name in names))
+        return list(dict.fromkeys(self.to))
 
     def make(self) -> list[Logger]:
         """Return the loggers; raise UsageError if the package of one is missing."""

@@ -32,7 +32,8 @@ def test_a_recipe_names_loggers_as_a_list_or_a_text():
         "log.to=[]": [],
     }
     for setting, expected in names.items():
-        assert recipe.load("digits", [setting]).log.names == expected
+        log = recipe.load("digits", [setting]).log
+        assert log.names == expected and log.names == [*dict.fromkeys(log.to)]
     with pytest.raises(UsageError, match="'tensorbord'; did you mean 'tensorboard'"):
         recipe.load("digits", ["log.to=csv,tensorbord"])
     with pytest.raises(UsageError, match=r"unknown key in \[log\]: 'too'"):
