@@ -19,7 +19,7 @@ from data_files import ROWS, WRITERS, npy_bytes, png, write, write_tar
 from hpctrain import data
 from hpctrain.core.errors import DataError, UsageError
 from hpctrain.data import node_rows
-from hpctrain.data.formats import arrays, libraries
+from hpctrain.data.formats import arrays, libraries, zarr_store
 from hpctrain.data.formats.samples import FileSamples, divide_rows
 from hpctrain.data.sampler import Sampler
 
@@ -526,6 +526,33 @@ def test_missing_values_of_xarray_are_refused(tmp_path, name):
     table = {"kind": "zarr", "path": str(tmp_path / "d.zarr"), "x": "in/x"}
     with pytest.raises((DataError, UsageError), match=message):
         load(table).train.rows(np.arange(5))
+
+
+@pytest.mark.parametrize("mark", [{}, {"_FillValue": 0}])
+def test_zeros_of_zarr_are_values_unless_an_attribute_marks_them(tmp_path, caplog, mark):
+    import zarr
+
+    zarr_store._announce_zeros.cache_clear()
+    x = SAMPLES["images"].copy()
+    x[3, 1, 2] = 0
+    for part in ("a", "b"):
+        group = zarr.open_group(str(tmp_path / f"{part}.zarr"), mode="w", zarr_format=2)
+        for key, array in {"x": x, "y": Y}.items():
+            attributes = {"_ARRAY_DIMENSIONS": ["n", "h", "w"][: array.ndim]}
+            attributes |= mark if key == "x" else {}
+            keys = {"shape": array.shape, "dtype": array.dtype, "fill_value": 0}
+            group.create_array(key, attributes=attributes, **keys)[:] = array
+    table = {"kind": "zarr", "path": str(tmp_path / "*.zarr"), "scale": "none"}
+    train = load(table).train
+    if mark:
+        refused(lambda: train.rows(np.arange(5)), r"x: row 3 holds 0 at \(1, 2\)", DataError)
+        return
+    read_x, read_y = train.rows(np.arange(2 * N))
+    assert np.array_equal(read_x, [*x, *x]) and np.array_equal(read_y, [*Y, *Y])
+    messages = [record.getMessage() for record in caplog.records]
+    assert [text[:30] for text in messages] == [
+        "[data] x: values of 0 are read", "[data] y: values of 0 are read"
+    ]  # fmt: skip
 
 
 def test_a_pickle_in_a_zarr_array_is_not_run(tmp_path):

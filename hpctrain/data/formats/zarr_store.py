@@ -2,16 +2,22 @@
 
 Whole chunks, or shards of chunks, are decoded, and the last ones kept. A chunk that is not stored
 has the fill value of its array: Zarr does not tell a lost chunk from one that was never written.
+
+In arrays of format 2, xarray's mark of missing values is the fill value. A fill value of 0 is no
+mark here, since it is also Zarr's default, and 0 is a pixel or a label more often than a gap.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import logging
+import os
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import open_regular
 from hpctrain.core.names import unknown
@@ -27,6 +33,7 @@ from hpctrain.data.formats.arrays import (
 )
 from hpctrain.data.formats.libraries import faults_of, load_library
 
+log = logging.getLogger(__name__)
 _EXPECTED = "a group of Zarr arrays"
 _REMEDY = "write it with zarr.open_group(path, mode='w'), or copy it again"
 _METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
@@ -84,6 +91,8 @@ def _probe_array(path: Path, group: Any, key: str) -> Part:
         must_be_numbers(dtype, shape, place)
         _must_not_run_code(array, place)
         must_be_unpacked(_attributes(array), place)
+        if _is_of_xarray(array) and _fills_with_zero(array):
+            _announce_zeros(key)
         rows, note = _chunk_rows(array), f"{array.nchunks_initialized} of {array.nchunks} chunks"
     return Part(place, shape, dtype, rows, partial(_open_rows, path, key), note + " stored")
 
@@ -98,10 +107,26 @@ def _must_not_run_code(array: Any, place: str) -> None:
 def _attributes(array: Any) -> dict[str, Any]:
     """Return the attributes; xarray writes `_FillValue` as the fill value of a format-2 array."""
     attributes = dict(array.attrs)
-    is_of_xarray = "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2
-    if is_of_xarray and array.fill_value is not None:
+    if _is_of_xarray(array) and array.fill_value is not None and not _fills_with_zero(array):
         attributes["_FillValue"] = array.fill_value
     return attributes
+
+
+def _is_of_xarray(array: Any) -> bool:
+    return "_ARRAY_DIMENSIONS" in array.attrs and array.metadata.zarr_format == 2
+
+
+def _fills_with_zero(array: Any) -> bool:
+    return array.fill_value is not None and not array.fill_value
+
+
+@cache  # once, of however many files
+def _announce_zeros(key: str) -> None:
+    if launchers.launched(os.environ).rank == 0:
+        log.warning(
+            "[data] %s: values of 0 are read as 0. To xarray they are missing, since the fill "
+            "value is 0; if they are, write the attribute _FillValue = 0", key,
+        )  # fmt: skip
 
 
 def _chunk_rows(array: Any) -> int:
