@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from hpctrain import data
 from hpctrain.core import progress
 from hpctrain.core.run_files import run_folder
 from hpctrain.hardware.memory import available_bytes
@@ -84,26 +85,36 @@ def _costs_over_ranks(world: World, step_s: float, checkpoint_bytes: int) -> dic
     }
 
 
-def examine(spec: Recipe) -> str:
+def examine(spec: Recipe) -> tuple[str, str]:
     """Load the data of a recipe and build its model, on this process alone; describe them.
 
-    Functions of the user are not called: then a part is not examined, as the text says. Raises
-    UsageError for files, samples, labels or widths that a training would refuse.
+    Return the description, and what was not examined: functions of the user are not called, and
+    of files only labels and a few samples are read. Raises UsageError for files, samples, labels or
+    widths that a training would refuse.
     """
     parts = {"data": spec.data, "model": spec.model}
-    if functions := [name for name, part in parts.items() if hasattr(part, "target")]:
-        if "data" not in functions:
-            loading.load_raw(spec)
-        return f"the functions of [{'] and ['.join(functions)}] were not called"
+    functions = [name for name, part in parts.items() if hasattr(part, "target")]
+    function_text = f"the functions of [{'] and ['.join(functions)}] were not called"
+    if "data" in functions:
+        return function_text, ""
     split = loading.load_raw(spec)
-    loading.fingerprint(split.train)
+    named_sets = {"training": split.train, "test": split.test}
+    sets = {name: samples for name, samples in named_sets.items() if samples is not None}
+    rows = {name: loading.spread_rows(samples) for name, samples in sets.items()}
+    counts = {name: loading.count_unread(samples) for name, samples in sets.items()}
+    unread_text = " and ".join(f"{n:,} {name} samples" for name, n in counts.items() if n)
+    if functions:
+        return function_text, unread_text
     model = runs.build_model(spec, split)
-    check_sets(model, model.loss, training=split.train, test=split.test)
+    check_sets(model, model.loss, **sets)
+    read_sets = {name: data.Dataset(*pair, finite=False) for name, pair in rows.items()}
+    check_sets(model, model.loss, **read_sets)  # targets known so far may be the first few alone
     test_count = 0 if split.test is None else len(split.test)
-    return (
+    text = (
         f"{len(split.train):,} training and {test_count:,} test samples "
         f"{split.train.sample_shape}, {model.parameter_count:,} parameters"
     )
+    return text, unread_text
 
 
 def _describe_pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:

@@ -22,12 +22,14 @@ from hpctrain.data import (
     unwrap,
 )
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
+from hpctrain.data.stored import StoredSamples
 from hpctrain.engines.engine import sum_over
 from hpctrain.nn.losses import balanced_class_weights
 from hpctrain.training.recipe import Recipe
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
+SPREAD_ROWS = 16  #: samples that are read before a training, the first and the last among them
 CHANNELS = (1, 3, 4)  #: of images whose layout may have been mistaken
 
 
@@ -41,10 +43,23 @@ def load_raw(spec: Recipe) -> Split:
     return resize_training_set(split, spec.run.epoch_samples)
 
 
+def spread_rows(samples: Samples) -> tuple[Any, Any]:
+    """Return (x, y) of up to SPREAD_ROWS samples, spread over the set from its first to its last.
+
+    Raises UsageError for a value or a label that a training would refuse.
+    """
+    return samples.rows(np.unique(np.linspace(0, len(samples) - 1, SPREAD_ROWS).astype(np.int64)))
+
+
+def count_unread(samples: Samples) -> int:
+    """Return the samples in files whose values nobody reads before a training but `spread_rows`."""
+    is_in_files = isinstance(unwrap(samples), StoredSamples)
+    return max(0, len(samples) - SPREAD_ROWS) if is_in_files else 0
+
+
 def fingerprint(samples: Samples) -> str:
     """Return a hash of a few samples, spread over the set: all ranks must have the same."""
-    indexes = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
-    array_bytes = (array.tobytes() for _, array in trees.arrays(samples.rows(indexes)))
+    array_bytes = (array.tobytes() for _, array in trees.arrays(spread_rows(samples)))
     return hashlib.sha256(b"".join(array_bytes)).hexdigest()[:16]
 
 

@@ -209,6 +209,38 @@ def test_check_finds_the_faults_of_the_data_as_a_training_does(tmp_path, name):
     assert str(by_check.value) == str(by_run.value)
 
 
+#: row of a test set, its value, the table [model] if not the usual, and the error
+LATE_FAULTS = {
+    "nan in the last": (39, np.nan, "", "nan in sample 39"),
+    "nan in the first": (0, np.nan, "", "nan in sample 0"),
+    "nan, a model of the user": (39, np.nan, 'kind = "own:model"', "nan in sample 39"),
+    "nan between": (1, np.nan, "", ""),
+    "none": (39, 0.5, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", LATE_FAULTS)
+def test_check_reads_a_few_samples_of_each_set_and_tells_what_it_left_out(tmp_path, name):
+    row, value, model, message = LATE_FAULTS[name]
+    x = np.tile(X, (4, 1))
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", np.tile(Y, 4))
+    x[row, 1] = value
+    np.save(tmp_path / "z.npy", x)
+    (tmp_path / "own.py").write_text("def model(input_shape, outputs): raise RuntimeError")
+    keys = 'x = "x.npy"\ny = "y.npy"\nx_test = "z.npy"\ny_test = "y.npy"\n'
+    run = RUN.replace('kind = "mlp"\nwidths = [4, 3]', model) if model else RUN
+    (tmp_path / "my.toml").write_text(f'{run}[data]\nkind = "npy"\n{keys}')
+    words = ("check", str(tmp_path / "my.toml"))
+    if message:
+        with pytest.raises(UsageError, match=message):
+            call(*words)
+    else:
+        unread = "the values of 24 training samples and 24 test samples; each is checked when it is"
+        assert f"not looked at: {unread}" in call(*words)
+    assert "not looked at" not in call("check", "digits")
+
+
 PARTS = ("run", "loss", "data", "batch", "optimizer", "schedule", "engine", "checkpoint", "faults",
          "early_stop", "trace")  # fmt: skip
 
