@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from data_files import write
 
 from hpctrain.core.run_files import run_folder
 
@@ -71,6 +74,8 @@ kind = "sgd"
 rate = 0.1
 batch = 20
 """
+PARQUET = RECIPE.partition("[data]")[0].format(timeout_s=60).replace("epochs", "steps")
+PARQUET += "[data]\n" + RECIPE.partition('reader = "{reader}"\n')[2]
 #: fault: exit code, and what is said
 FAULTS = {
     "value": (2, r"set\.h5: x holds nan in sample 31"),
@@ -116,3 +121,17 @@ def test_a_reader_that_fails_ends_the_job(trained, fault):
     assert re.search(message, ended.stderr), ended.stderr
     if code:
         assert re.search(message, summary["reason"]) and summary["exit_code"] == code
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(10, marks=pytest.mark.full)])
+def test_ranks_that_read_parquet_end_by_themselves(hpctrain, tmp_path, jobs):
+    """Arrow has threads of its own: none of them may need the interpreter when it ends."""
+    x = np.random.default_rng(0).standard_normal((700, 4)).astype("f4")
+    table = write("parquet", tmp_path, x, np.arange(700) % 3)
+    keys = [f"data.{key}={json.dumps(value)}" for key, value in table.items()]
+    recipe = tmp_path / "parquet.toml"
+    recipe.write_text(PARQUET)
+    words = [word for key in keys for word in ("--set", key)]
+    for number in range(jobs):
+        ended = hpctrain("train", recipe, *words, "--out", tmp_path / f"run-{number}", ranks=2)
+        assert ended.returncode == 0 and "Fatal" not in ended.stderr, ended.stderr
