@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -128,6 +129,13 @@ def test_files_of_a_pattern_are_joined_in_the_order_of_their_names(tmp_path, mon
         lambda: load(table, path=pattern), r"part-05.*expected rows of float32.*as in .*part-00"
     )
     refused(lambda: load(table, path=str(tmp_path / "*.no")), "seen none that matches")
+
+
+def test_a_group_of_zarr_may_lie_in_a_zip_file(tmp_path):
+    table = write("zarr", tmp_path, SAMPLES["float32"], Y)
+    shutil.make_archive(str(tmp_path / "d"), "zip", table["path"])
+    train = load(table, path=str(tmp_path / "d.zip")).train
+    assert np.array_equal(train.rows(np.arange(N))[0], SAMPLES["float32"])
 
 
 def test_only_blocks_in_use_are_decoded_and_few_are_kept(monkeypatch):

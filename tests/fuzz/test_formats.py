@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from data_files import write
+from data_files import png, write, write_tar
 
 from fuzz import Generator, campaign, generator, in_memory, mutated, mutated_json, value_or_refusal
 from hpctrain import data
@@ -27,13 +28,87 @@ pytestmark = pytest.mark.usefixtures("zarr_loop")
 N = 11
 X = np.random.default_rng(0).standard_normal((N, 3)).astype("f4")
 Y = np.arange(N) % 3
+IMAGES = np.random.default_rng(0).integers(0, 255, (N, 4, 5, 3)).astype("u1")
+
+
+def zarr_2(folder: Path) -> dict[str, Any]:
+    """Write format 2 as xarray does: compressed, with marks, and metadata in one file, too."""
+    import zarr
+
+    group = zarr.open_group(str(folder / "d.zarr"), mode="w", zarr_format=2)
+    for key, array in {"in/x": X, "y": Y}.items():
+        attributes = {"_ARRAY_DIMENSIONS": ["n", "c"][: array.ndim], "missing_value": 99}
+        keys = {"chunks": (4, *array.shape[1:]), "fill_value": -9, "attributes": attributes}
+        group.create_array(key, shape=array.shape, dtype=array.dtype, **keys)[:] = array
+    zarr.consolidate_metadata(str(folder / "d.zarr"))
+    return {"kind": "zarr", "path": str(folder / "d.zarr"), "x": "in/x"}
+
+
+def zarr_shards(folder: Path) -> dict[str, Any]:
+    """Write shards of chunks, in a .zip file."""
+    import zarr
+
+    group = zarr.open_group(str(folder / "d.zarr"), mode="w")
+    for key, array in {"x": X, "y": Y}.items():
+        chunks, shards = ((n, *array.shape[1:]) for n in (2, 6))
+        group.create_array(key, data=array, chunks=chunks, shards=shards)
+    with zipfile.ZipFile(folder / "d.zip", "w") as archive:
+        for path in sorted((folder / "d.zarr").rglob("*")):
+            if path.is_file():
+                archive.write(path, path.relative_to(folder / "d.zarr"))
+    shutil.rmtree(folder / "d.zarr")
+    return {"kind": "zarr", "path": str(folder / "d.zip")}
+
+
+def image_shards(folder: Path) -> dict[str, Any]:
+    """Write images with targets in JSON, under names that need a header of their own."""
+    members = {f"{'n' * 120}/{i:03d}.png": png(IMAGES[i]) for i in range(N)}
+    members |= {f"{'n' * 120}/{i:03d}.json": b"%d.5" % Y[i] for i in range(N)}
+    write_tar(folder / "d.tar", dict(sorted(members.items())))
+    return {"kind": "webdataset", "path": str(folder / "d.tar"), "x": "png", "y": "json"}
+
+
+def image_columns(folder: Path) -> dict[str, Any]:
+    """Write images and labels, in several record batches of a set without splits."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    features = datasets.Features(
+        {"x": datasets.Image(), "y": datasets.ClassLabel(names=["a", "b", "c"])}
+    )
+    images = [{"bytes": png(image), "path": None} for image in IMAGES]
+    data = datasets.Dataset.from_dict({"x": images, "y": Y.tolist()}, features=features)
+    data.save_to_disk(folder / "d", num_shards=2)
+    return {"kind": "huggingface", "path": str(folder / "d"), "x": "x", "y": "y"}
+
+
+def nested_columns(folder: Path) -> dict[str, Any]:
+    """Write lists of lists, and targets that are lists, in two splits."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    columns = {"x": X.reshape(N, 1, 3).tolist(), "y": np.stack([Y, Y], 1).tolist()}
+    data = datasets.Dataset.from_dict(columns)
+    splits = {"train": data, "test": data.select(range(3))}
+    datasets.DatasetDict(splits).save_to_disk(folder / "d")
+    return {"kind": "huggingface", "path": str(folder / "d"), "x": "x", "y": "y", "classes": 3}
+
+
+VARIANTS = {
+    "zarr 2": zarr_2,
+    "zarr, shards": zarr_shards,
+    "webdataset, images": image_shards,
+    "huggingface, images": image_columns,
+    "huggingface, lists": nested_columns,
+}
 
 
 @cache
 def contents(name: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the keys of [data], and the bytes of each file, of the samples in a format."""
     with TemporaryDirectory() as folder:
-        table = write(name, Path(folder), X, Y)
+        make = VARIANTS.get(name) or (lambda folder: write(name, folder, X, Y))
+        table = make(Path(folder))
         files = {
             str(path.relative_to(folder)): path.read_bytes()
             for path in sorted(Path(folder).rglob("*"))
@@ -57,6 +132,20 @@ def faulty(content: bytes, rng: Generator) -> bytes:
     return mutated(content, rng)
 
 
+def put(path: Path, content: bytes, others: list[bytes], rng: Generator) -> None:
+    """Write a file with faults: in its content, or another file, nothing or a folder instead."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = rng.random()
+    if kind < 0.9:
+        path.write_bytes(faulty(content, rng))
+    elif kind < 0.94:
+        path.write_bytes(rng.choice([b"", rng.choice(others), content * 2]))
+    elif kind < 0.96:
+        path.mkdir()
+    elif kind < 0.98:
+        path.symlink_to(rng.choice([path.name, "/dev/zero", "/proc/self/mem", "missing"]))
+
+
 def read_hdf5(path: Path) -> Any:
     import h5py
 
@@ -77,14 +166,29 @@ def read_safetensors(path: Path) -> Any:
     return tensors["x"], tensors["y"]
 
 
+def read_zarr(path: Path) -> Any:
+    import zarr
+
+    group = zarr.open_group(str(path), mode="r")
+    return np.asarray(group["x"][:]), np.asarray(group["y"][:])
+
+
+def read_huggingface(path: Path) -> Any:
+    import datasets
+
+    columns = datasets.load_from_disk(str(path))["train"].to_dict()
+    return np.array(columns["x"], "f4"), np.array(columns["y"])
+
+
 READERS: dict[str, Callable[[Path], Any] | None] = {
     "hdf5": read_hdf5,
     "hdf5, gzip": read_hdf5,
-    "zarr": None,
+    "zarr": read_zarr,
     "parquet": read_parquet,
     "safetensors": read_safetensors,
     "webdataset": None,
-    "huggingface": None,
+    "huggingface": read_huggingface,
+    **dict.fromkeys(VARIANTS),
 }
 
 
@@ -95,7 +199,10 @@ def case(rng: Generator, name: str, folder: Path) -> None:
     for file, content in files.items():
         path = folder / "d" / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(faulty(content, rng) if file == chosen and not is_whole else content)
+        if file == chosen and not is_whole:
+            put(path, content, [*files.values()], rng)
+        else:
+            path.write_bytes(content)
     table = table | {"path": str(folder / "d" / table["path"]), "scale": "none"}
     place = folder / "d"
 
@@ -108,7 +215,9 @@ def case(rng: Generator, name: str, folder: Path) -> None:
 
     result = value_or_refusal(read, place, "[data]")
     if is_whole:
-        assert np.array_equal(result[0], X) and np.array_equal(result[1], Y)
+        assert not isinstance(result, HpctrainError), result
+        if name not in VARIANTS:
+            assert np.array_equal(result[0], X) and np.array_equal(result[1], Y)
     reader = READERS[name]
     if isinstance(result, HpctrainError) or reader is None:
         return

@@ -52,11 +52,13 @@ def list_keys(path: Path) -> list[str]:
 
 def _open(path: Path) -> Any:
     zarr = load_library("zarr", "zarr")
-    if not path.is_dir():
+    is_folder = path.is_dir()
+    if not is_folder:
         open_regular(path, NAMED).close()
     _must_have_regular_files(path)
     with faults_of(str(path), _EXPECTED, _REMEDY):
-        return zarr.open_group(str(path), mode="r")
+        store = str(path) if is_folder else zarr.storage.ZipStore(str(path), mode="r")
+        return zarr.open_group(store, mode="r")
 
 
 def _must_have_regular_files(folder: Path) -> None:
