@@ -22,7 +22,8 @@ from data_files import png, write, write_tar
 
 from fuzz import Generator, campaign, generator, in_memory, mutated, mutated_json, value_or_refusal
 from hpctrain import data
-from hpctrain.core.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.data.formats.info import examine
 
 pytestmark = pytest.mark.usefixtures("zarr_loop")
 N = 11
@@ -33,12 +34,14 @@ IMAGES = np.random.default_rng(0).integers(0, 255, (N, 4, 5, 3)).astype("u1")
 
 def zarr_2(folder: Path) -> dict[str, Any]:
     """Write format 2 as xarray does: compressed, with marks, and metadata in one file, too."""
+    import numcodecs
     import zarr
 
     group = zarr.open_group(str(folder / "d.zarr"), mode="w", zarr_format=2)
     for key, array in {"in/x": X, "y": Y}.items():
         attributes = {"_ARRAY_DIMENSIONS": ["n", "c"][: array.ndim], "missing_value": 99}
         keys = {"chunks": (4, *array.shape[1:]), "fill_value": -9, "attributes": attributes}
+        keys["compressors"] = numcodecs.Blosc() if key == "in/x" else numcodecs.Zlib()
         group.create_array(key, shape=array.shape, dtype=array.dtype, **keys)[:] = array
     zarr.consolidate_metadata(str(folder / "d.zarr"))
     return {"kind": "zarr", "path": str(folder / "d.zarr"), "x": "in/x"}
@@ -218,6 +221,8 @@ def case(rng: Generator, name: str, folder: Path) -> None:
         assert not isinstance(result, HpctrainError), result
         if name not in VARIANTS:
             assert np.array_equal(result[0], X) and np.array_equal(result[1], Y)
+    if rng.random() < 0.2:
+        value_or_refusal(lambda: examine(table["path"]), place, "[data]")
     reader = READERS[name]
     if isinstance(result, HpctrainError) or reader is None:
         return
@@ -238,3 +243,23 @@ def test_formats(name, count):
     with in_memory() as folder:
         case(generator("imports", 0), name, folder)  # they take longer than a case may
         campaign(f"format {name}", count, partial(case, name=name, folder=folder))
+
+
+OFFSETS = {
+    "huggingface, lists": np.arange(0, 3 * N, 3),
+    "huggingface, images": np.cumsum([0, *(len(png(image)) for image in IMAGES[:4])]),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("value", [-1, 1, 1 << 30, -(1 << 31)])
+@pytest.mark.parametrize("name", OFFSETS)
+def test_offsets_in_arrow_that_are_damaged_do_not_end_the_process(tmp_path, name, value):
+    table, mark = VARIANTS[name](tmp_path), OFFSETS[name].astype("<i4").tobytes()
+    path = next(path for path in tmp_path.rglob("*.arrow") if mark in path.read_bytes())
+    content = bytearray(path.read_bytes())
+    place = content.index(mark) + 8  # of the third offset
+    content[place : place + 4] = np.array([value], "<i4").tobytes()
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"expected a .*data set of Hugging Face, seen: .*offset"):
+        data.read(table | {"scale": "none"}).load(0).train.rows(np.arange(N))

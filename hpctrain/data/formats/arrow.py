@@ -119,7 +119,21 @@ def _probe_column(field: Any, first: Any, source: str, extra: str) -> Column:
     return Column(name, place, shape, dtype, partial(_numbers, shape, place))
 
 
-def take_rows(batches: Sequence[Any], ends: np.ndarray, rows: np.ndarray) -> Any:
+class CheckedBatches:
+    """Record batches, checked at their first use: offsets of damaged files end the process."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches, self._checked = batches, set[int]()
+
+    def __getitem__(self, number: int) -> Any:
+        """Return a batch; raise ArrowInvalid for one that is damaged."""
+        if number not in self._checked:
+            self._batches[number].validate(full=True)
+            self._checked.add(number)
+        return self._batches[number]
+
+
+def take_rows(batches: Sequence[Any] | CheckedBatches, ends: np.ndarray, rows: np.ndarray) -> Any:
     """Return the Arrow table of `rows`, increasing, each once, of record batches.
 
     `ends` (batches,): the row behind each batch. Arrow's own `take` of a table would first join its

@@ -144,7 +144,8 @@ def _source(path: Path, split: str | None) -> str:
 def _columns(source: str, data: Any, key: arrow.Key) -> arrow.Columns:
     chosen = data._indices  # the rows that a filter leaves out may be of other lengths
     first = 0 if chosen is None else chosen.column(0)[0].as_py()
-    table = data.data.table.slice(first, 1)
+    table = data.data.table.slice(first, 1).select(arrow.must_have(key, data.column_names, source))
+    table.validate(full=True)
     return arrow.probe_columns(data.features.arrow_schema, table, key, source, "huggingface")
 
 
@@ -156,10 +157,10 @@ def _read_rows(source: str, data: Any, key: arrow.Key) -> ReadRows:
     """Return the function that reads columns `key` of the table below `data` by rows."""
     columns = _columns(source, data, key)
     batches = data.data.table.select([column.name for column in columns.columns]).to_batches()
-    ends = np.cumsum([batch.num_rows for batch in batches])
+    ends, checked = np.cumsum([batch.num_rows for batch in batches]), arrow.CheckedBatches(batches)
 
     def read(rows: np.ndarray) -> np.ndarray:
-        return columns.read(arrow.take_rows(batches, ends, rows), rows)
+        return columns.read(arrow.take_rows(checked, ends, rows), rows)
 
     return guarded(read, columns.place, "a whole data set of Hugging Face")
 
