@@ -99,7 +99,8 @@ class FileArray:
 
     def __getitem__(self, indexes: Any) -> np.ndarray:
         """Return the rows at `indexes`, integers (m,) or a slice, as a new array."""
-        indexes = np.arange(len(self))[indexes] if isinstance(indexes, slice) else indexes
+        if isinstance(indexes, slice):
+            indexes = np.arange(*indexes.indices(len(self)))
         if self.selected is not None:
             indexes = self.selected[indexes]
         numbers = np.searchsorted(self._ends, indexes, side="right")
@@ -171,27 +172,29 @@ class Places:
 class Blocks:
     """Rows of a file that are decoded in blocks, such as chunks: the last blocks are kept.
 
-    `ends` (blocks,): the row behind each block. `load(number)` decodes a block, `size_bytes(block)`
-    is its size, and `take(block, rows, first)` returns the values of `rows` of the file, where
-    the block begins with row `first`.
+    `number_of(rows)` returns the numbers of blocks, and `first_of(number)` the first row of one.
+    `load(number)` decodes a block, `size_bytes(block)` is its size, and `take(block, rows, first)`
+    returns the values of `rows` of the file, where the block begins with row `first`.
     """
 
     def __init__(
         self,
-        ends: np.ndarray,
+        number_of: Callable[[np.ndarray], np.ndarray],
+        first_of: Callable[[int], int],
         load: Callable[[int], Any],
         take: Callable[[Any, np.ndarray, int], np.ndarray],
         size_bytes: Callable[[Any], int],
     ) -> None:
-        self._ends, self._load, self._take, self._size_bytes = ends, load, take, size_bytes
+        self._number_of, self._first_of = number_of, first_of
+        self._load, self._take, self._size_bytes = load, take, size_bytes
         self._kept: OrderedDict[int, Any] = OrderedDict()
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
         """Return the values of `rows`, increasing."""
-        numbers = np.searchsorted(self._ends, rows, side="right")
+        numbers = self._number_of(rows)
         pieces = []
         for number in np.unique(numbers).tolist() or [0]:
-            first = int(self._ends[number - 1]) if number else 0
+            first = self._first_of(number)
             pieces.append(self._take(self._block(number), rows[numbers == number], first))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -210,10 +213,10 @@ class Blocks:
 
 def numeric_blocks(rows: int, chunk_rows: int, load: Callable[[slice], np.ndarray]) -> Blocks:
     """Return the Blocks of an array of `rows` rows whose chunks have `chunk_rows` each."""
-    ends = np.minimum(np.arange(chunk_rows, rows + chunk_rows, chunk_rows), rows)
     return Blocks(
-        ends,
-        lambda number: load(slice(number * chunk_rows, int(ends[number]))),
+        lambda selected: selected // chunk_rows,
+        lambda number: number * chunk_rows,
+        lambda number: load(slice(number * chunk_rows, min((number + 1) * chunk_rows, rows))),
         lambda block, selected, first: block[selected - first],
         lambda block: block.nbytes,
     )

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,8 @@ from hpctrain.data.formats.libraries import faults_of, load_library
 log = logging.getLogger(__name__)
 _EXPECTED = "a group of Zarr arrays"
 _REMEDY = "write it with zarr.open_group(path, mode='w'), or copy it again"
-_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+MAX_LISTED = 10_000  #: files and chunks that are looked for; a damaged shape may have any number
+MAX_ROW_CHUNKS = 100_000  #: that hold the values of a row; more need seconds to be looked for
 
 
 def probe(path: Path, keys: tuple[str, ...]) -> list[Part]:
@@ -52,19 +56,37 @@ def list_keys(path: Path) -> list[str]:
 
 def _open(path: Path) -> Any:
     zarr = load_library("zarr", "zarr")
+    logging.getLogger("asyncio").addFilter(_is_not_of_zarr)
     is_folder = path.is_dir()
     if not is_folder:
         open_regular(path, NAMED).close()
-    _must_have_regular_files(path)
     with faults_of(str(path), _EXPECTED, _REMEDY):
+        _must_have_regular_files(path)
         store = str(path) if is_folder else zarr.storage.ZipStore(str(path), mode="r")
         return zarr.open_group(store, mode="r")
 
 
+def _is_not_of_zarr(record: logging.LogRecord) -> bool:
+    """Return False for the traceback of a task that Zarr left after the first error, now ours."""
+    text = record.getMessage()
+    return not ("never retrieved" in text and "zarr" in text)
+
+
 def _must_have_regular_files(folder: Path) -> None:
-    for name in _METADATA:
-        if (folder / name).exists():
-            open_regular(folder / name, NAMED).close()
+    """Raise UsageError for a FIFO or a device, which the library would read without an end.
+
+    The first MAX_LISTED files are looked at.
+    """
+    for entry in islice(_iterate_files(folder), MAX_LISTED):
+        if not entry.is_file(follow_symlinks=False) and not os.path.isdir(entry):
+            open_regular(Path(entry), NAMED).close()
+
+
+def _iterate_files(folder: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield the files below a folder; none, if it is no folder."""
+    with suppress(NotADirectoryError, FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            yield from _iterate_files(entry) if entry.is_dir(follow_symlinks=False) else (entry,)
 
 
 def _arrays(path: Path, group: Any, prefix: str = "") -> dict[str, Any]:
@@ -78,7 +100,6 @@ def _arrays(path: Path, group: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _array(path: Path, group: Any, key: str) -> Any:
-    _must_have_regular_files(path / key)
     with faults_of(f"{path}: {key}", "a Zarr array", _REMEDY):
         item = group.get(key)
     if item is None or not hasattr(item, "chunks"):
@@ -95,8 +116,16 @@ def _probe_array(path: Path, group: Any, key: str) -> Part:
         must_be_unpacked(_attributes(array), place)
         if _is_of_xarray(array) and _fills_with_zero(array):
             _announce_zeros(key)
-        rows, note = _chunk_rows(array), f"{array.nchunks_initialized} of {array.nchunks} chunks"
-    return Part(place, shape, dtype, rows, partial(_open_rows, path, key), note + " stored")
+        rows, note = _chunk_rows(array), f"{array.nchunks} chunks"
+        row_chunks = array.nchunks // -(-shape[0] // max(1, array.chunks[0]))
+        if row_chunks > MAX_ROW_CHUNKS:
+            raise UsageError(
+                f"{place}: expected at most {MAX_ROW_CHUNKS} chunks across a row, seen shape "
+                f"{shape} in chunks of {array.chunks}; write larger chunks, or copy it again"
+            )
+        if array.nchunks <= MAX_LISTED:
+            note = f"{array.nchunks_initialized} of {note} stored"
+    return Part(place, shape, dtype, rows, partial(_open_rows, path, key), note)
 
 
 def _must_not_run_code(array: Any, place: str) -> None:
