@@ -8,6 +8,7 @@ from pathlib import Path
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import open_regular
 from hpctrain.core.opening import NAMED
+from hpctrain.data.formats.libraries import faults_of
 
 KINDS = ("npy", "npz", "idx", "hdf5", "zarr", "parquet", "webdataset", "safetensors", "huggingface")
 _TAR = slice(257, 262)  #: of "ustar" in the first header
@@ -24,7 +25,7 @@ def guess_kind(path: Path) -> str:
             f"{path}: expected a file, or a folder of Zarr or of Hugging Face's save_to_disk, seen "
             "another folder; for several files give a pattern, as 'folder/*.parquet'"
         )
-    with open_regular(path, NAMED) as file:
+    with open_regular(path, NAMED) as file, faults_of(str(path), "a file that can be read"):
         start, size = file.read(512), file.seek(0, 2)
     magics = {b"\x89HDF\r\n\x1a\n": "hdf5", b"PAR1": "parquet", b"\x93NUMPY": "npy"}
     for magic, kind in magics.items():
