@@ -20,7 +20,7 @@ from data_files import ROWS, WRITERS, npy_bytes, png, write, write_tar
 from hpctrain import data
 from hpctrain.core.errors import DataError, UsageError
 from hpctrain.data import node_rows
-from hpctrain.data.formats import arrays, libraries, zarr_store
+from hpctrain.data.formats import arrays, blocks, libraries, zarr_store
 from hpctrain.data.formats.samples import FileSamples, divide_rows
 from hpctrain.data.sampler import Sampler
 
@@ -79,7 +79,7 @@ def test_a_share_divides_a_set_by_seed_alone(tmp_path, name):
 @pytest.mark.parametrize("name", ["hdf5, gzip", "webdataset"])
 def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, name):
     train, pieces, decoded = load(write(name, tmp_path, SAMPLES["float32"], Y)).train, [], []
-    rows, block = FileSamples.rows, arrays.Blocks._block
+    rows, block = FileSamples.rows, blocks.Blocks._block
 
     def note_rows(self, indexes, epoch=0):
         pieces.append(len(indexes))
@@ -94,8 +94,8 @@ def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, 
     layout = node_rows.choose_layout(train, sampler, node_rows.Shares((0,), 1, 1), 1 << 20, 1)
     slot = layout.arrays(np.zeros(layout.slot_bytes, np.uint8))
     monkeypatch.setattr(FileSamples, "rows", note_rows)
-    monkeypatch.setattr(arrays.Blocks, "_block", note_block)
-    monkeypatch.setattr(arrays, "CACHE_BYTES", 1)
+    monkeypatch.setattr(blocks.Blocks, "_block", note_block)
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 1)
     monkeypatch.setattr(node_rows, "PIECE_BYTES", 3 * layout.row_bytes)
     node_rows.FillReader(train, sampler, layout, lambda: None).read(range(1), slot)
     assert (max(pieces), sum(pieces)) == (3, N)
@@ -145,12 +145,12 @@ def test_only_blocks_in_use_are_decoded_and_few_are_kept(monkeypatch):
         decoded.append((rows.start, rows.stop))
         return np.arange(rows.start, rows.stop)[:, None]
 
-    read = arrays.numeric_blocks(23, 5, block)
+    read = blocks.numeric_blocks(23, 5, block)
     assert read(np.array([1, 4, 22]))[:, 0].tolist() == [1, 4, 22]
     assert decoded == [(0, 5), (20, 23)]
     read(np.array([2, 21]))
     assert len(decoded) == 2
-    monkeypatch.setattr(arrays, "CACHE_BYTES", 40)
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 40)
     assert read(np.arange(23))[:, 0].tolist() == [*range(23)]
     assert decoded[2:] == [(5, 10), (10, 15), (15, 20), (20, 23)]  # the first was there
     read(np.array([22]))
@@ -561,6 +561,49 @@ def test_zeros_of_zarr_are_values_unless_an_attribute_marks_them(tmp_path, caplo
     assert [text[:30] for text in messages] == [
         "[data] x: values of 0 are read", "[data] y: values of 0 are read"
     ]  # fmt: skip
+
+
+def reshape(shape: list[int], *names: str):
+    def change(folder: Path) -> None:
+        for name in names:
+            path = folder / name / "zarr.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"shape": shape}))
+
+    return change
+
+
+def replace_chunk(make):
+    def change(folder: Path) -> None:
+        chunk = folder / "x/c/1/0"
+        chunk.unlink()
+        make(chunk)
+
+    return change
+
+
+HOSTILE_GROUPS = {
+    "a FIFO": (replace_chunk(os.mkfifo), "c/1/0: expected a .*file, seen a FIFO"),
+    "a device": (replace_chunk(lambda path: path.symlink_to("/dev/zero")), "seen a device"),
+    "a link to itself": (replace_chunk(lambda path: path.symlink_to(path)), "symbolic links"),
+    "wide rows": (reshape([N, 1 << 31], "x"), "x: expected at most 100000 chunks across a row"),
+    "long labels": (reshape([1 << 40], "y"), "x has 50 samples but y has 1099511627776"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", HOSTILE_GROUPS)
+def test_groups_of_zarr_that_would_be_read_without_an_end_are_refused(tmp_path, name):
+    change, message = HOSTILE_GROUPS[name]
+    table = write("zarr", tmp_path, SAMPLES["float32"], Y)
+    change(Path(table["path"]))
+    refused(lambda: load(table).train.rows(np.arange(N)), message)
+
+
+def test_rows_of_an_array_of_any_length_take_their_own_memory():
+    part = arrays.Part("d.zarr: y", (1 << 45,), np.dtype("i8"), None, lambda: lambda rows: 2 * rows)
+    array = arrays.FileArray([part])
+    assert array[5:8].tolist() == [10, 12, 14] and array[-1:].tolist() == [2**46 - 2]
+    refused(array.load, "d.zarr: y: expected values that fit into memory, seen 281474976710656 by")
 
 
 def test_a_pickle_in_a_zarr_array_is_not_run(tmp_path):

@@ -1,4 +1,4 @@
-"""Arrays in files, read by rows: parts of an array in several files, and blocks of rows.
+"""Arrays in files, read by rows: parts of an array in several files, and checks of their values.
 
 A `Part` describes an array of a file. A `FileArray` joins the parts in the order of their files,
 and opens a file when its rows are first needed:
@@ -24,9 +24,10 @@ from hpctrain.core.errors import DataError, UsageError
 from hpctrain.core.files import brief
 from hpctrain.data.dataset import SAMPLES_PER_READ
 from hpctrain.data.formats.libraries import faults_of
+from hpctrain.data.stored import count_bytes
+from hpctrain.hardware.memory import available_bytes
 
 OPEN_FILES = 64  #: for an array; a set may have more shards than a process may have descriptors
-CACHE_BYTES = 32 << 20  #: of decoded blocks that one open file keeps
 _PACKED = ("scale_factor", "add_offset")
 _MISSING = ("_FillValue", "missing_value")
 
@@ -119,7 +120,13 @@ class FileArray:
         return FileArray(self.parts, rows)
 
     def load(self) -> np.ndarray:
-        """Return all rows, in memory."""
+        """Return all rows, in memory; raise UsageError if there is too little."""
+        nbytes, free_bytes = count_bytes(self.dtype, self.shape), available_bytes()
+        if free_bytes is not None and nbytes > free_bytes:
+            raise UsageError(
+                f"{self.parts[0].place}: expected values that fit into memory, seen {nbytes} bytes "
+                f"of shape {self.shape}; only {free_bytes} bytes are available"
+            )
         starts = range(0, len(self), SAMPLES_PER_READ)
         pieces = [self[start : start + SAMPLES_PER_READ] for start in starts]
         return np.concatenate([self._none, *pieces])
@@ -167,59 +174,6 @@ class Places:
     def __getitem__(self, i: int) -> str:
         index = int(self.indexes[i])
         return f"{index}, {self.array.locate(index)}"
-
-
-class Blocks:
-    """Rows of a file that are decoded in blocks, such as chunks: the last blocks are kept.
-
-    `number_of(rows)` returns the numbers of blocks, and `first_of(number)` the first row of one.
-    `load(number)` decodes a block, `size_bytes(block)` is its size, and `take(block, rows, first)`
-    returns the values of `rows` of the file, where the block begins with row `first`.
-    """
-
-    def __init__(
-        self,
-        number_of: Callable[[np.ndarray], np.ndarray],
-        first_of: Callable[[int], int],
-        load: Callable[[int], Any],
-        take: Callable[[Any, np.ndarray, int], np.ndarray],
-        size_bytes: Callable[[Any], int],
-    ) -> None:
-        self._number_of, self._first_of = number_of, first_of
-        self._load, self._take, self._size_bytes = load, take, size_bytes
-        self._kept: OrderedDict[int, Any] = OrderedDict()
-
-    def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """Return the values of `rows`, increasing."""
-        numbers = self._number_of(rows)
-        pieces = []
-        for number in np.unique(numbers).tolist() or [0]:
-            first = self._first_of(number)
-            pieces.append(self._take(self._block(number), rows[numbers == number], first))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _block(self, number: int) -> Any:
-        if number not in self._kept:
-            block = self._load(number)
-            self._kept[number] = block
-            while len(self._kept) > 1 and self._kept_bytes() > CACHE_BYTES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(number)
-        return self._kept[number]
-
-    def _kept_bytes(self) -> int:
-        return sum(map(self._size_bytes, self._kept.values()))
-
-
-def numeric_blocks(rows: int, chunk_rows: int, load: Callable[[slice], np.ndarray]) -> Blocks:
-    """Return the Blocks of an array of `rows` rows whose chunks have `chunk_rows` each."""
-    return Blocks(
-        lambda selected: selected // chunk_rows,
-        lambda number: number * chunk_rows,
-        lambda number: load(slice(number * chunk_rows, min((number + 1) * chunk_rows, rows))),
-        lambda block, selected, first: block[selected - first],
-        lambda block: block.nbytes,
-    )
 
 
 def guarded(read: ReadRows, place: str, expectation: str) -> ReadRows:

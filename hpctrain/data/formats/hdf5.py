@@ -21,15 +21,14 @@ from hpctrain.core.files import open_regular
 from hpctrain.core.names import unknown
 from hpctrain.core.opening import NAMED
 from hpctrain.data.formats.arrays import (
-    CACHE_BYTES,
     Part,
     ReadRows,
     guarded,
     must_be_numbers,
     must_be_unpacked,
-    numeric_blocks,
     refuse_missing,
 )
+from hpctrain.data.formats.blocks import CACHE_BYTES, numeric_blocks
 from hpctrain.data.formats.libraries import describe, faults_of, load_library
 from hpctrain.data.stored import count_bytes, map_range
 

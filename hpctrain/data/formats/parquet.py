@@ -13,7 +13,8 @@ from hpctrain.core.files import open_regular
 from hpctrain.core.names import counted
 from hpctrain.core.opening import NAMED
 from hpctrain.data.formats import arrow
-from hpctrain.data.formats.arrays import Blocks, Part, ReadRows, guarded
+from hpctrain.data.formats.arrays import Part, ReadRows, guarded
+from hpctrain.data.formats.blocks import Blocks
 from hpctrain.data.formats.libraries import faults_of, load_library
 
 _EXPECTED = "a Parquet file"

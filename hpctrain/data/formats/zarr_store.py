@@ -31,9 +31,9 @@ from hpctrain.data.formats.arrays import (
     guarded,
     must_be_numbers,
     must_be_unpacked,
-    numeric_blocks,
     refuse_missing,
 )
+from hpctrain.data.formats.blocks import numeric_blocks
 from hpctrain.data.formats.libraries import faults_of, load_library
 
 log = logging.getLogger(__name__)
