@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from data_files import WRITERS, npy, write
 from ranks import on_ranks, run_on
 
+from hpctrain.cluster.netlab.netlab import unavailable_reason
 from hpctrain.core.errors import BadDataError, StoppedError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
@@ -24,14 +28,18 @@ IN_FULL = {"huggingface"}  #: its library takes 2 s to import, on each MPI rank
 pytestmark = pytest.mark.usefixtures("zarr_loop")
 
 
-def spec(table: dict, samples: str, **run: object) -> recipe.Recipe:
+def tables(table: dict, samples: str, **run: object) -> dict:
     x = SAMPLES[samples]
-    return recipe.check({
+    return {
         "schema": 1, "run": {"name": "formats", "epochs": 2, "device": "cpu", **run},
         "model": {"kind": "mlp", "widths": [int(np.prod(x.shape[1:])), 8, 3]},
         "data": {**table, "test_share": 0.2} if table["kind"] != "npy" else table,
         "optimizer": {"kind": "sgd", "rate": 0.1, "momentum": 0.9, "batch": 10},
-    })  # fmt: skip
+    }  # fmt: skip
+
+
+def spec(table: dict, samples: str, **run: object) -> recipe.Recipe:
+    return recipe.check(tables(table, samples, **run))
 
 
 def written(name: str, folder, samples: str) -> dict:
@@ -79,6 +87,57 @@ def test_a_run_has_the_bytes_of_a_run_on_npy(tmp_path, ranks, name, samples):
 @on_ranks(mpi=(1, 2, 3, 4, 5))
 def test_a_run_on_mpi_has_the_bytes_of_a_run_on_npy(tmp_path, ranks, name):
     check_equal(ranks, name, "images", tmp_path)
+
+
+RUNS = """
+import json, sys
+from pathlib import Path
+import hpctrain
+from hpctrain.data.node_rows import FillReader
+from hpctrain.training import recipe, runs
+
+read_rows, rows = FillReader._read_rows, []
+
+
+def note_rows(self, indexes, epoch):
+    rows.extend((epoch, index) for index in indexes.tolist())
+    return read_rows(self, indexes, epoch)
+
+
+FillReader._read_rows = note_rows
+world, folder = hpctrain.init(), Path(sys.argv[1])
+for name, tables in json.loads((folder / "runs.json").read_text()).items():
+    rows.clear()
+    summary = runs.train(recipe.check(tables), world, folder / f"run-{name}", resume=False)
+    read = [json.loads(text) for text in world.gather(json.dumps(rows))]
+    if world.rank == 0:
+        print("run", json.dumps([name, summary["params_sha256"], read]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_on_two_hosts_runs_have_the_bytes_of_a_run_on_npy_and_read_each_row_once(
+    hpctrain, tmp_path, per_host
+):
+    if reason := unavailable_reason():
+        pytest.skip(reason)
+    names = ["npy", *WRITERS]
+    sources = {name: {**written(name, tmp_path, "images"), "reader": "node"} for name in names}
+    recipes = {name: tables(table, "images") for name, table in sources.items()}
+    (tmp_path / "runs.json").write_text(json.dumps(recipes))
+    lab = ("netlab", "--hosts", 2, "--ranks-per-host", per_host, "--")
+    ended = hpctrain(*lab, sys.executable, "-c", RUNS, tmp_path, timeout=220)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("run ")]
+    results = [json.loads(line.removeprefix("run ")) for line in lines]
+    assert [name for name, _, _ in results] == names
+    assert len({sha256 for _, sha256, _ in results}) == 1
+    for _, _, rows in results:
+        assert [bool(read) for read in rows] == [rank % per_host == 0 for rank in range(len(rows))]
+        assert sorted(chain(*rows)) == [list(row) for row in product(range(2), range(42))]
 
 
 @pytest.mark.sample(2)
