@@ -4,9 +4,10 @@
            y   [ step 0: worker 0 | worker 1 ][ step 1: worker 0 | worker 1 ] ...
 
 A *fill* has the rows of some steps of an epoch, in the order of their batches, so a worker's share
-is a part of the slot. They are read by their sorted indexes, a piece at a time, which ends between
-two chunks of the file unless the set itself keeps the chunk that it decoded last: each chunk is
-decoded once per fill. Beside the slots a piece, and a chunk kept, is all the memory that is needed.
+is a part of the slot. They are read by window (see `hpctrain.data.sampler`) and index, a piece at a
+time, which ends between two chunks of the file unless the set itself keeps the chunks that it
+decoded last: each chunk is decoded once per fill, or once per epoch where a window is kept. Beside
+the slots a piece, and the chunks kept, is all the memory that is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from hpctrain.data.dataset import Samples
 from hpctrain.data.reading import chunk_rows_of, unwrap
 from hpctrain.data.sampler import Sampler, share
 
-PIECE_BYTES = 8 << 20  #: of rows read by one call
+PIECE_BYTES = (
+    1 << 20
+)  #: of rows read by one call: they stay in a core's cache until they are copied
 SLOTS, CHUNK_SLOTS = 3, 2  #: slots for one step each; for files with chunks they are longer
 MAX_ROWS = 1 << 19  #: of a slot, whose indexes need memory, too
 ALIGN_BYTES = 64
@@ -142,11 +145,11 @@ class FillReader:
         Raises HpctrainError, which names the data and the sample, where one cannot be read.
         """
         indexes, places = self._locate_rows(steps)
-        order = np.argsort(indexes, kind="stable")
-        sorted_indexes = indexes[order]
-        is_new = np.diff(sorted_indexes, prepend=-1) > 0
-        unique_indexes, numbers = sorted_indexes[is_new], np.cumsum(is_new) - 1
         epoch, _ = self._sampler.locate_step(steps.start)
+        order = np.lexsort((indexes, self._sampler.windows(epoch, indexes)))
+        sorted_indexes = indexes[order]
+        is_new = np.diff(sorted_indexes, prepend=-1) != 0
+        unique_indexes, numbers = sorted_indexes[is_new], np.cumsum(is_new) - 1
         piece_rows = max(1, PIECE_BYTES // max(self._layout.row_bytes, 1))
         for part in cut_pieces(unique_indexes, piece_rows, self._chunk_rows):
             rows = self._read_rows(unique_indexes[part], epoch)
@@ -210,7 +213,7 @@ class FillReader:
 
 
 def cut_pieces(indexes: np.ndarray, rows: int, chunk_rows: int) -> Iterator[slice]:
-    """Yield parts of sorted `indexes`, each of up to `rows`, or a whole chunk."""
+    """Yield parts of `indexes`, grouped by chunk, each of up to `rows`, or a whole chunk."""
     ends = np.append(np.flatnonzero(np.diff(indexes // chunk_rows)) + 1, len(indexes))
     start = 0
     while start < len(indexes):

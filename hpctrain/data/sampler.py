@@ -43,11 +43,16 @@ def order(seed: int, epoch: int, n: int, chunk_rows: int | None = None) -> np.nd
     words = _draw_words(seed, epoch, _INITIAL_COUNTER, n)
     if chunk_rows is None:
         return np.argsort(words, kind="stable")
-    chunks = -(-n // chunk_rows)
+    windows = _windows(seed, epoch, -(-n // chunk_rows))
+    return np.lexsort((words, np.repeat(windows, chunk_rows)[:n]))
+
+
+def _windows(seed: int, epoch: int, chunks: int) -> np.ndarray:
+    """Return the window of each chunk, int32 (chunks,)."""
     windows = np.empty(chunks, np.int32)
     chunk_order = np.argsort(_draw_words(seed, epoch, _CHUNK_COUNTER, chunks), kind="stable")
     windows[chunk_order] = np.arange(chunks) // WINDOW_CHUNKS
-    return np.lexsort((words, np.repeat(windows, chunk_rows)[:n]))
+    return windows
 
 
 def _draw_words(seed: int, epoch: int, counter: tuple[int, ...], n: int) -> np.ndarray:
@@ -175,6 +180,13 @@ class Sampler:
         if epoch not in self._orders:  # of a worker that is an epoch or more apart from the others
             epoch = min(self._orders, key=lambda drawn: abs(drawn - epoch))
         return self._orders[epoch][first : first + steps * self.batch]
+
+    def windows(self, epoch: int, indexes: np.ndarray) -> np.ndarray:
+        """Return the windows of the samples at `indexes` of a set, int32; 0 without chunks."""
+        if self.chunk_rows is None:
+            return np.zeros(len(indexes), np.int32)
+        chunks = -(-self._samples // self.chunk_rows)
+        return _windows(self.seed, epoch, chunks)[indexes // self.chunk_rows]
 
     def undrawn_epochs(self, first: int, last: int) -> list[int]:
         """Return the epochs of steps `first` .. `last` to be set; forget all before `first`."""

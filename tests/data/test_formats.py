@@ -20,6 +20,7 @@ from data_files import ROWS, WRITERS, npy_bytes, png, write, write_tar
 from hpctrain import data
 from hpctrain.core.errors import DataError, UsageError
 from hpctrain.data import node_rows
+from hpctrain.data import sampler as sampling
 from hpctrain.data.formats import arrays, blocks, libraries, zarr_store
 from hpctrain.data.formats.samples import FileSamples, divide_rows
 from hpctrain.data.sampler import Sampler
@@ -101,6 +102,29 @@ def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, 
     assert (max(pieces), sum(pieces)) == (3, N)
     assert decoded == ([*range(1, 8)] if name == "hdf5, gzip" else [])  # 0 was there
     assert np.array_equal(slot[0][:N], SAMPLES["float32"][sampler.batch_indexes(0, 1)])
+
+
+def test_chunks_of_a_window_that_two_fills_share_are_decoded_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "WINDOW_CHUNKS", 2)
+    monkeypatch.setattr(node_rows, "PIECE_BYTES", 1)  # of rows: pieces are single samples
+    table, decoded, block = write("hdf5, gzip", tmp_path, SAMPLES["float32"], Y), [], Blocks._block
+
+    def note_block(self, number):
+        if number not in self._kept:
+            decoded.append(number)
+        return block(self, number)
+
+    sampler, shares = Sampler(N, 5, seed=0, chunk_rows=ROWS), node_rows.Shares((0,), 1, 1)
+    layout = node_rows.choose_layout(load(table).train, sampler, shares, 1 << 20, 3)
+    slot = layout.arrays(np.zeros(layout.slot_bytes, np.uint8))
+    monkeypatch.setattr(Blocks, "_block", note_block)
+    monkeypatch.setattr(arrays, "CACHE_BYTES", 3 * ROWS * SAMPLES["float32"][0].nbytes)
+    reader = node_rows.FillReader(load(table).train, sampler, layout, lambda: None)
+    fills = list(layout.fills(sampler, 0, sampler.steps_per_epoch))
+    for fill in fills:
+        reader.read(fill, slot)
+    assert len(fills) > 3
+    assert sorted(decoded) == [*range(-(-N // ROWS))]
 
 
 PATTERNS = {
