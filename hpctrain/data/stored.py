@@ -6,11 +6,12 @@ all ranks together. The values of samples are checked when they are read.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -64,7 +65,35 @@ def map_range(
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(memory, "madvise"):
         memory.madvise(mmap.MADV_RANDOM)  # else the system also reads adjacent rows of other ranks
-    return reshape_array(path, np.frombuffer(memory, dtype, prod(shape), offset), shape)
+    return reshape_array(path, np.ndarray(prod(shape), dtype, memory, offset), shape)
+
+
+def take_rows(array: np.ndarray, indexes: np.ndarray) -> np.ndarray:
+    """Return the rows at `indexes`, integers (m,), of an array, in memory or mapped, as a new one.
+
+    The pages of a mapped file are requested first, so that the system reads them at once, and not
+    one after the other when they are touched.
+    """
+    memory: Any = array
+    while isinstance(memory, np.ndarray):
+        memory = memory.base
+    if isinstance(memory, mmap.mmap) and array.flags.c_contiguous and array.size and len(indexes):
+        offset = array.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+        _request_rows(memory, offset, array.nbytes // len(array), np.sort(indexes))
+    return array[indexes]
+
+
+def _request_rows(memory: mmap.mmap, offset: int, row_bytes: int, rows: np.ndarray) -> None:
+    """Request the pages of sorted `rows`, unless these scatter over more pages than they fill."""
+    begins = (offset + rows * row_bytes) // mmap.PAGESIZE
+    ends = (offset + (rows + 1) * row_bytes - 1) // mmap.PAGESIZE + 1
+    is_cut = begins[1:] > ends[:-1]
+    begins, ends = begins[np.append(True, is_cut)], ends[np.append(is_cut, True)]
+    if len(begins) * mmap.PAGESIZE > len(rows) * row_bytes or not hasattr(memory, "madvise"):
+        return
+    with contextlib.suppress(OSError):  # it is advice
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            memory.madvise(mmap.MADV_WILLNEED, begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
 
 
 def unpack_array(
@@ -141,7 +170,7 @@ class StoredSamples:
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) of the samples at `indexes`, integer y as int64; reads no others."""
-        x, y = self.x[indexes], as_targets(self.y[indexes])
+        x, y = take_rows(self.x, indexes), as_targets(take_rows(self.y, indexes))
         if self.finite and (fault := find_value_fault(indexes, x=x, y=y)):
             raise DataError(f"{self.source}: {fault}")
         return x, y

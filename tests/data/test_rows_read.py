@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,8 +13,9 @@ from ranks import run_on
 
 from hpctrain import data, nn, optim
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.data import Dataset, Sampler, share
+from hpctrain.data import Dataset, Sampler, share, stored
 from hpctrain.data.augment import AugmentedSamples
+from hpctrain.data.npy import map_file
 from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 
@@ -144,3 +146,44 @@ def test_where_all_lies_in_memory_no_thread_reads_ahead(tmp_path):
     assert data.batches_to_read_ahead(split.train) == 2
     images = data.read({"kind": "digits", "shift": 1}).load(0)
     assert [data.batches_to_read_ahead(item) for item in (images.train, images.test)] == [0, 0]
+
+
+class Advised:
+    """A mapped file that takes note of the pages that are requested."""
+
+    def __init__(self):
+        self.pages = list[tuple[int, int]]()
+
+    def madvise(self, advice: int, start: int, length: int) -> None:
+        assert advice == mmap.MADV_WILLNEED and start % mmap.PAGESIZE == 0
+        self.pages.append((start // mmap.PAGESIZE, length // mmap.PAGESIZE))
+
+
+#: (offset and bytes of a row in pages, sorted rows): (first page, pages) of each request
+REQUESTS = [
+    (0, 1, [0, 1, 2], [(0, 3)]),
+    (0, 2, [1, 5, 5, 6], [(2, 2), (10, 4)]),
+    (0.5, 1, [0, 3], [(0, 2), (3, 2)]),
+    (0.5, 1, [0, 1, 3], [(0, 5)]),
+    (0, 0.25, [0, 1, 2, 3, 4], [(0, 2)]),
+    (0, 0.25, [0, 9, 40], []),  # three pages for less than one
+]
+
+
+@pytest.mark.parametrize("offset, row, rows, requests", REQUESTS)
+def test_pages_of_mapped_rows_are_requested_together(offset, row, rows, requests):
+    memory = Advised()
+    offset_bytes, row_bytes = (int(pages * mmap.PAGESIZE) for pages in (offset, row))
+    stored._request_rows(memory, offset_bytes, row_bytes, np.array(rows))
+    assert memory.pages == requests
+
+
+@pytest.mark.parametrize("rows", [[], [2], [7, 0, 7, 3]])
+def test_rows_of_a_mapped_file_are_new_arrays(tmp_path, rows):
+    x = np.arange(8 * 2000, dtype="f4").reshape(8, 2000)
+    np.save(tmp_path / "x.npy", x)
+    mapped, indexes = map_file(str(tmp_path / "x.npy")), np.array(rows, np.int64)
+    for array in (x, mapped, mapped[:, ::2], np.load(tmp_path / "x.npy", "r")):
+        taken = stored.take_rows(array, indexes)
+        assert np.array_equal(taken, np.array(array)[indexes])
+        assert not np.shares_memory(taken, array)

@@ -30,7 +30,7 @@ from hpctrain.data.formats.arrays import (
 )
 from hpctrain.data.formats.blocks import CACHE_BYTES, numeric_blocks
 from hpctrain.data.formats.libraries import describe, faults_of, load_library
-from hpctrain.data.stored import count_bytes, map_range
+from hpctrain.data.stored import count_bytes, map_range, take_rows
 
 _EXPECTED = "an HDF5 file"
 _processes: set[int] = set()  #: that opened files: at most one, since HDF5 does not survive a fork
@@ -129,7 +129,7 @@ def _mapped(path: Path, dataset: Any) -> ReadRows | None:
         return None
     with open_regular(path, NAMED) as file:
         array = map_range(file, path, dataset.dtype, dataset.shape, offset)
-    return lambda rows: array[rows]
+    return partial(take_rows, array)
 
 
 def _is_plain(dataset: Any) -> bool:

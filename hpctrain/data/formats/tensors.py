@@ -20,7 +20,7 @@ from hpctrain.core.names import pick
 from hpctrain.core.opening import NAMED
 from hpctrain.data.formats.arrays import Part, ReadRows, must_be_numbers
 from hpctrain.data.formats.libraries import faults_of
-from hpctrain.data.stored import map_range
+from hpctrain.data.stored import map_range, take_rows
 
 _DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
@@ -68,4 +68,4 @@ def _probe_tensor(path: Path, header: dict[str, Any], key: str) -> Part:
 def _open_rows(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> ReadRows:
     with open_regular(path, NAMED) as file:
         array = map_range(file, path, dtype, shape, offset)
-    return lambda rows: array[rows]
+    return partial(take_rows, array)
