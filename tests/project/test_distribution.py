@@ -19,6 +19,7 @@ import hpctrain as ht
 from hpctrain.core.config import toml
 
 ADDRESS = "https://host.example/owner/hpctrain"
+PAGE = "man/man1/hpctrain.1"  #: that `make dist` writes
 PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]
 
 
@@ -38,6 +39,8 @@ def build(folder: Path, **variables: str) -> Path:
 @pytest.fixture(scope="module")
 def dist(repository, tmp_path_factory):
     folder = copy(repository, tmp_path_factory.mktemp("published"))
+    (folder / PAGE).parent.mkdir(parents=True)
+    (folder / PAGE).write_text(".TH HPCTRAIN 1\n")
     return build(folder, HPCTRAIN_URL=ADDRESS + "/")
 
 
@@ -73,7 +76,16 @@ def test_large_files_of_the_repository_are_compressed(repository):
 def test_a_source_distribution_holds_all_files_of_the_repository(repository, dist, tmp_path):
     folder = unpack(dist, tmp_path)
     packed = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert packed == repository | {"PKG-INFO"}
+    assert packed == repository | {"PKG-INFO", PAGE}
+
+
+@pytest.mark.processes
+@pytest.mark.either
+def test_a_wheel_installs_man_pages(dist):
+    (wheel,) = dist.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        installed = [name for name in archive.namelist() if ".data/" in name]
+    assert installed == [f"hpctrain-{ht.__version__}.data/data/share/{PAGE}"]
 
 
 @pytest.mark.processes
