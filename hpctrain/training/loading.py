@@ -22,7 +22,6 @@ from hpctrain.data import (
     unwrap,
 )
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
-from hpctrain.data.stored import StoredSamples
 from hpctrain.engines.engine import sum_over
 from hpctrain.nn.losses import balanced_class_weights
 from hpctrain.training.recipe import Recipe
@@ -53,7 +52,7 @@ def spread_rows(samples: Samples) -> tuple[Any, Any]:
 
 def count_unread(samples: Samples) -> int:
     """Return the samples in files whose values nobody reads before a training but `spread_rows`."""
-    is_in_files = isinstance(unwrap(samples), StoredSamples)
+    is_in_files = getattr(unwrap(samples), "checks_rows", False)
     return max(0, len(samples) - SPREAD_ROWS) if is_in_files else 0
 
 

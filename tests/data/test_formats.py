@@ -107,7 +107,11 @@ def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, 
 def test_chunks_of_a_window_that_two_fills_share_are_decoded_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "WINDOW_CHUNKS", 2)
     monkeypatch.setattr(node_rows, "PIECE_BYTES", 1)  # of rows: pieces are single samples
-    table, decoded, block = write("hdf5, gzip", tmp_path, SAMPLES["float32"], Y), [], Blocks._block
+    table, decoded, block = (
+        write("hdf5, gzip", tmp_path, SAMPLES["float32"], Y),
+        [],
+        blocks.Blocks._block,
+    )
 
     def note_block(self, number):
         if number not in self._kept:
@@ -117,8 +121,8 @@ def test_chunks_of_a_window_that_two_fills_share_are_decoded_once(tmp_path, monk
     sampler, shares = Sampler(N, 5, seed=0, chunk_rows=ROWS), node_rows.Shares((0,), 1, 1)
     layout = node_rows.choose_layout(load(table).train, sampler, shares, 1 << 20, 3)
     slot = layout.arrays(np.zeros(layout.slot_bytes, np.uint8))
-    monkeypatch.setattr(Blocks, "_block", note_block)
-    monkeypatch.setattr(arrays, "CACHE_BYTES", 3 * ROWS * SAMPLES["float32"][0].nbytes)
+    monkeypatch.setattr(blocks.Blocks, "_block", note_block)
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 3 * ROWS * SAMPLES["float32"][0].nbytes)
     reader = node_rows.FillReader(load(table).train, sampler, layout, lambda: None)
     fills = list(layout.fills(sampler, 0, sampler.steps_per_epoch))
     for fill in fills:

@@ -82,7 +82,9 @@ def _open_rows(path: Path, key: arrow.Key) -> ReadRows:
     def take(table: Any, rows: np.ndarray, first: int) -> np.ndarray:
         return columns.read(table.take(arrow.indexes(rows - first)), rows)
 
-    number_of = partial(np.searchsorted, ends, side="right")
+    def number_of(rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(ends, rows, side="right")
+
     first_of = [0, *ends.tolist()].__getitem__
     blocks = Blocks(number_of, first_of, load, take, lambda table: table.nbytes)
     return guarded(blocks, columns.place, "a whole Parquet file")
