@@ -11,6 +11,7 @@ from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.derived import (
     SelectedSamples,
+    checks_as_read,
     count_labels,
     has_known_targets,
     known_targets,
@@ -62,6 +63,7 @@ __all__ = [
     "TextOptions",
     "WebdatasetOptions",
     "ZarrOptions",
+    "checks_as_read",
     "count_labels",
     "dropped_batch",
     "has_known_targets",

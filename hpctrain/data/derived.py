@@ -86,10 +86,15 @@ def has_known_targets(samples: Samples) -> bool:
     return isinstance(base, Dataset)
 
 
+def checks_as_read(samples: Samples) -> bool:
+    """Return whether values are checked when they are read, since they lie in files."""
+    return isinstance(unwrap(samples), StoredSamples)
+
+
 def known_targets(samples: Samples) -> Any:
     """Return all targets of samples in memory or in mapped files, else the first few."""
-    base = unwrap(samples)
-    if isinstance(base, Dataset | StoredSamples) and has_known_targets(base):
+    base: Any = unwrap(samples)
+    if has_known_targets(base):
         return base.y
     return base.rows(np.arange(min(len(base), SAMPLES_PER_CHECK)))[1]
 

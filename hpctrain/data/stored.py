@@ -11,7 +11,7 @@ import mmap
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -152,7 +152,6 @@ class StoredSamples:
     classes: int | None
     source: str
     finite: bool = True
-    checks_rows: ClassVar = True  #: as they are read: nobody has seen all of them before
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and labels, without reading samples."""

@@ -17,6 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.data import (
     Samples,
     Split,
+    checks_as_read,
     count_labels,
     resize_training_set,
     unwrap,
@@ -52,8 +53,7 @@ def spread_rows(samples: Samples) -> tuple[Any, Any]:
 
 def count_unread(samples: Samples) -> int:
     """Return the samples in files whose values nobody reads before a training but `spread_rows`."""
-    is_in_files = getattr(unwrap(samples), "checks_rows", False)
-    return max(0, len(samples) - SPREAD_ROWS) if is_in_files else 0
+    return max(0, len(samples) - SPREAD_ROWS) if checks_as_read(samples) else 0
 
 
 def fingerprint(samples: Samples) -> str:
