@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, ShellComplete
 
-from hpctrain.core.config.sweep import split_values
+from hpctrain.core.config.sweep import read_axes, split_values
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import sweep_folder
 from hpctrain.core.strict_json import to_json
@@ -23,12 +23,29 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 MISSING_PACKAGES_MESSAGE = "reports need matplotlib and jinja2; run: pip install 'hpctrain[report]'"
 
-set_option = click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="TABLE.KEY=VALUE",
-    help="Change a key of the recipe; conflicting keys are removed.",
+
+def _must_be_single(
+    context: click.Context, parameter: click.Parameter, sets: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the settings; raise UsageError if a key has several values."""
+    for key, values in read_axes(sets).values.items():
+        raise UsageError(
+            f"--set {key}: expected one value, seen {len(values)}: `hpctrain train` makes sweeps; "
+            f"one text with commas stands in quotes: '{key}=\"a,b\"'"
+        )
+    return sets
+
+
+set_option, single_set_option = (
+    click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="TABLE.KEY=VALUE",
+        callback=callback,
+        help=f"Change a key of the recipe; conflicting keys are removed{more}.",
+    )
+    for callback, more in ((None, "; values between commas: a sweep"), (_must_be_single, ""))
 )
 iterations_option = click.option(
     "--iterations", default=20, show_default=True, metavar="N", help="Timed rounds."

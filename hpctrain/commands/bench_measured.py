@@ -148,7 +148,7 @@ def p2p(sizes: str, **option_values: Any) -> None:
 @click.option(
     "--batch-per-rank", "batches", metavar="N,...", help="Samples per rank; default: as in RECIPE."
 )
-@_options.set_option
+@_options.single_set_option
 @_options.iterations_option
 @_options.warm_up_option(2)
 @_options.json_option

@@ -29,7 +29,8 @@ Examples:
   hpctrain runs studies/mine
   hpctrain runs runs/sweep                            the runs of a sweep
 
-summary.json gives the status; without it, `running` if a job holds the run's lock, else `killed`.
+summary.json gives the status; without it, `running` if a job holds the run's lock, else `killed`;
+`waiting` for a run of a sweep that has not begun.
 The result is the test accuracy or, in this order, test r2, test loss, train loss.
 """
 COMPARE_EPILOG = """\b

@@ -60,7 +60,7 @@ first trial; 130 interrupted. See docs/scaling.md.
     metavar="N",
     help="Timed steps per trial; default: about 2 s, on Slurm 200 steps.",
 )
-@_options.set_option
+@_options.single_set_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

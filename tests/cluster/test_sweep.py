@@ -135,6 +135,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("command", ["scale digits --ranks 1", "bench step digits"])
+def test_other_commands_take_one_value(command):
+    words = [*command.split(), "--set", "run.name=a,b"]
+    with pytest.raises(UsageError, match=r"--set run\.name: expected one value, seen 2"):
+        CliRunner().invoke(program, words, catch_exceptions=False)
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals_come_before_any_member_starts(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

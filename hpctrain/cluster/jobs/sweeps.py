@@ -7,7 +7,7 @@ DIR/rate=0.1/        the run of a member; where the scheduler has no arrays, wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def _find_missing(scheduler: Scheduler, folder: Path, members: Sequence[Member])
     return missing
 
 
-def _unfinished_jobs(scheduler: Scheduler, folder: Path) -> Iterable[str]:
+def _unfinished_jobs(scheduler: Scheduler, folder: Path) -> list[str]:
     """Return the jobs of `folder` that have not ended, of an array its tasks."""
     name, jobs = read_jobs_file(folder)
     if jobs and name != scheduler.name:
