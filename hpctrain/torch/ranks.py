@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 from hpctrain.core import launchers, torchrun
 from hpctrain.core.launchers import Launched
-from hpctrain.watch.liveness.channel import choose_addresses, fast_interfaces, host_addresses
+from hpctrain.watch.liveness.channel import (
+    choose_addresses,
+    fast_addresses,
+    fast_interfaces,
+    host_addresses,
+)
 
 #: the variables that `set_variables` has set; empty in a script that was started without it
 variables: dict[str, str] = {}
@@ -26,6 +31,7 @@ class JobRank(NamedTuple):
     node: int
     address: str
     port: int
+    has_fast_network: bool = False  #: whether all of several nodes have one
 
 
 def set_variables() -> JobRank:
@@ -40,20 +46,21 @@ def set_variables() -> JobRank:
     comm = start_before_script(job)
     rank = _locate(job.name, comm.rank, comm.allgather)
     comm.Free()
-    variables.update(torchrun.variables(*rank))
+    variables.update(torchrun.variables(rank.job, rank.node, rank.address, rank.port))
     torchrun.set_variables(variables)
-    set_interfaces(rank.job.size != rank.job.local_size)
+    if rank.has_fast_network:
+        set_interfaces()
     return rank
 
 
-def set_interfaces(several_nodes: bool) -> None:
+def set_interfaces() -> None:
     """Name the fast network to Gloo and NCCL, which would take the network of the host's name.
 
     Variables that the user has set stay.
     """
-    if several_nodes and (names := fast_interfaces()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
+    names = fast_interfaces()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
 
 
 def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank:
@@ -65,10 +72,12 @@ def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank
     if rank == 0:
         _reserved.append(torchrun.reserve_port())
     port = gather(str(_reserved[0].getsockname()[1]) if rank == 0 else "")[0]
-    addresses = [text.split() for text in gather(" ".join(host_addresses()))]
     distinct = [*dict.fromkeys(nodes)]
-    chosen = choose_addresses([addresses[nodes.index(node)] for node in distinct])
-    address = chosen[0] if chosen else hosts[0]
+    fast, slow = (
+        choose_addresses([texts[nodes.index(node)].split() for node in distinct])
+        for texts in (gather(" ".join(find())) for find in (fast_addresses, host_addresses))
+    )
+    address = [*fast, *slow, hosts[0]][0]
     if len(distinct) == 1:
-        address = torchrun.LOOPBACK
-    return JobRank(job, distinct.index(own), address, int(port))
+        return JobRank(job, 0, torchrun.LOOPBACK, int(port))
+    return JobRank(job, distinct.index(own), address, int(port), bool(fast))

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from hpctrain.collectives.small_messages import is_any
 from hpctrain.collectives.tree import broadcast_first
 from hpctrain.core import launchers, torchrun
 from hpctrain.core.errors import TransportError, UsageError
@@ -29,7 +30,7 @@ from hpctrain.core.torchrun import Choice
 from hpctrain.torch import ranks
 from hpctrain.torch.autoload import BACKEND
 from hpctrain.torch.job import start_job
-from hpctrain.watch.liveness.channel import host_addresses
+from hpctrain.watch.liveness.channel import fast_addresses, fast_interfaces, host_addresses
 from hpctrain.world import World, report_without_traceback
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ def over_mpi(choice: Choice, timeout: timedelta | None = None, **_: Any) -> Rend
     local_rank = {"LOCAL_RANK": job.local_rank, "LOCAL_WORLD_SIZE": job.node.size}
     for name, value in local_rank.items():  # `dist.get_node_local_rank` reads it
         os.environ.setdefault(name, str(value))
-    ranks.set_interfaces(job.size != job.node.size)
+    if len(set(job.hosts)) > 1 and not is_any(job.link, not fast_interfaces()):
+        ranks.set_interfaces()
     yield _make_store(job, timeout or timedelta(minutes=30)), rank, job.size
     raise RuntimeError("the rendezvous over MPI cannot be repeated in this call")
 
@@ -135,7 +137,8 @@ def _make_store(job: World, timeout: timedelta) -> dist.Store:
     server = None
     if job.rank == 0:
         server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
-    own_line = f"{server.port} {' '.join(host_addresses())}" if server is not None else ""
+    own_addresses = dict.fromkeys([*fast_addresses(), *host_addresses()])
+    own_line = f"{server.port} {' '.join(own_addresses)}" if server is not None else ""
     port, *addresses = job.from_first(lambda: own_line).split()
     if server is not None:
         server.set_timeout(timeout)

@@ -47,24 +47,31 @@ def test_each_rank_knows_its_place(name):
         assert {key: int(variables[key]) for key in expected} == expected
 
 
+@pytest.mark.parametrize("has_fast", [True, False])
 @pytest.mark.parametrize("name", SITES)
-def test_ranks_meet_in_the_fast_network(name, on_node, monkeypatch):
-    """The host's name leads to a slow network; no suffix of a name is needed."""
+def test_ranks_meet_in_the_fast_network(name, has_fast, on_node, monkeypatch):
+    """The host's name leads to a slow network; no suffix of a name is needed.
+
+    The slow network is taken if a node of the job has no other.
+    """
     texts: dict[int, list[str]] = {}
     for rank in range(SIZE):  # the texts that each rank sends, until it needs the others'
         on_node(name, rank // LOCAL_SIZE)
         environ = sites.rank_environ(name, rank, SIZE, LOCAL_SIZE)
         monkeypatch.setenv("SLURMD_NODENAME", environ.get("SLURMD_NODENAME", ""))
         node_name = os.environ["SLURMD_NODENAME"]
-        texts[rank] = [socket.gethostname(), node_name, "5", " ".join(channel.host_addresses())]
+        fast, every = " ".join(channel.fast_addresses()), " ".join(channel.host_addresses())
+        fast *= has_fast or rank < LOCAL_SIZE
+        texts[rank] = [socket.gethostname(), node_name, "5", fast, every]
     on_node(name, 1)
     columns = iter(zip(*texts.values(), strict=True))
     rank = ranks._locate(SITES[name].launcher, 3, lambda _: [*next(columns)])
     assert rank == ranks.JobRank(
         Launched(SITES[name].launcher, 3, SIZE, 1, LOCAL_SIZE),
         1,
-        sites.addresses(name, 0)[SITES[name].fast[0]],
+        sites.addresses(name, 0)[SITES[name].fast[0] if has_fast else SITES[name].slow],
         5,
+        has_fast,
     )
 
 
@@ -75,12 +82,10 @@ def test_the_fast_network_is_named_to_gloo_and_nccl(name, on_node, monkeypatch):
     for variable in variables:
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
-    ranks.set_interfaces(several_nodes=False)
-    assert not {*variables} & os.environ.keys()
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "of the user")
-    ranks.set_interfaces(several_nodes=True)
+    ranks.set_interfaces()
     fast = SITES[name].fast
     assert [os.environ[variable] for variable in variables] == [fast[0], "of the user"]
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    ranks.set_interfaces(several_nodes=True)
+    ranks.set_interfaces()
     assert os.environ["NCCL_SOCKET_IFNAME"] == ",".join(fast)

@@ -108,15 +108,13 @@ class Probe:
 
 
 def host_addresses() -> list[str]:
-    """Return this host's addresses, without loopback and link-local ones, IPv4 before IPv6.
+    """Return this host's addresses, first from its name, without loopback and link-local ones.
 
-    The fast network comes first, then the host's name, which on clusters may be in a slow network
-    of the administrators, or in none.
+    IPv4 before IPv6.
     """
-    fast_addresses = [address for name in fast_interfaces() for address in _ipv4_of(name)]
     name_addresses = [str(entry[4][0]) for entry in _resolve(socket.gethostname())]
     interfaces = [address for _, name in socket.if_nameindex() for address in _ipv4_of(name)]
-    addresses = dict.fromkeys([*fast_addresses, *name_addresses, *interfaces, *_ipv6_addresses()])
+    addresses = dict.fromkeys([*name_addresses, *interfaces, *_ipv6_addresses()])
     usable_addresses = [
         a for a in addresses if not a.startswith(("127.", "169.254.", "::1", "fe80:"))
     ]
@@ -127,6 +125,14 @@ def fast_interfaces() -> list[str]:
     """Return the interfaces of the fast network that have an IPv4 address, in order of names."""
     names = sorted(name for _, name in socket.if_nameindex())
     return [name for name in names if _FAST_INTERFACE.fullmatch(name) and _ipv4_of(name)]
+
+
+def fast_addresses() -> list[str]:
+    """Return this host's IPv4 addresses in the fast network.
+
+    The host's name may lead to a slow network, of the administrators of a cluster, or to none.
+    """
+    return [address for name in fast_interfaces() for address in _ipv4_of(name)]
 
 
 def choose_addresses(addresses: Sequence[Sequence[str]]) -> list[str]:
