@@ -1,9 +1,10 @@
-"""Claim: a tracker that blocks for ever adds at most 1 % to a step of 10 ms with a row at each.
+"""Claim: a tracker, even one that blocks for ever, adds at most 1 % to a step of 10 ms with a row.
 
     python benchmarks/loggers.py [--ranks 2] [--rounds 6] [--steps 200]
 
 The compute of a step is a sleep of 10 ms on every rank. Trainings take turns: without a logger,
-with one whose tracker never returns, and with a CSV file. The cost is the processor time of the
+with one whose tracker never returns, with a CSV file, and with those of TensorBoard, W&B (offline)
+and MLflow whose packages are there. The cost is the processor time of the
 training's thread on rank 0 in the call that hands a row to the logger, the mean over the steps of
 a training, the median over rounds. Beside it stands the step, the median time from row to row,
 which on a busy machine scatters by more.
@@ -12,10 +13,12 @@ which on a busy machine scatters by more.
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import hpctrain as ht
 from hpctrain.core.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.loggers import run_loggers
-from hpctrain.training.loggers.loggers import CSV, Logger
+from hpctrain.training.loggers.loggers import CSV, Logger, MLflow, TensorBoard, WandB
 from hpctrain.training.loggers.tracker import Target, Tracker
 from hpctrain.world import World
 
@@ -43,7 +46,15 @@ class Blocked(CSV):
         return tracker
 
 
-CONTENDERS = {"none": list, "blocked": lambda: [Blocked()], "csv": lambda: [CSV()]}
+def find_contenders() -> dict[str, Callable[[], list[Logger]]]:
+    """Return functions that make the loggers of a training, by name."""
+    contenders: dict[str, Callable[[], list[Logger]]] = {
+        "none": list, "blocked": lambda: [Blocked()]
+    }  # fmt: skip
+    for make in (CSV, TensorBoard, WandB, MLflow):
+        if all(map(find_spec, make.packages)):
+            contenders[make.kind] = lambda make=make: [make()]
+    return contenders
 
 
 def main() -> None:
@@ -52,11 +63,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     world = start_world(arguments.ranks)
-    run_loggers.END_S = 0.1  # the wait at the end is no part of a step
+    contenders = find_contenders()
     logging.getLogger("hpctrain").setLevel(logging.ERROR)
-    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(arguments.rounds):
-        for name, make in CONTENDERS.items():
+        for name, make in contenders.items():
+            run_loggers.END_S = 0.1 if name == "blocked" else 60.0  # after the last step
             measured[name].append(measure(world, make(), arguments.steps))
     rows = [
         {
@@ -69,12 +81,14 @@ def main() -> None:
         }
         for name, pairs in measured.items()
     ]
-    cost_s = next(row["cost_s"] for row in rows if row["logger"] == "blocked")
-    claim = (
-        f"a tracker that blocks for ever adds {1e6 * cost_s:.0f} us to a step of 10 ms, "
-        f"{cost_s / STEP_S:.2%}, <= 1 %"
-    )
-    report_result(world, f"loggers-{world.size}-ranks", rows, {claim: cost_s <= MAX_SHARE * STEP_S})
+    claims = {}
+    for row in rows[1:]:
+        text = "that blocks for ever" if row["logger"] == "blocked" else row["logger"]
+        share = row["cost_s"] / STEP_S
+        claim = f"a tracker {text} adds {1e6 * row['cost_s']:.0f} us to a step of 10 ms, "
+        claims[f"{claim}{share:.2%}, <= 1 %"] = share <= MAX_SHARE
+    load = world.from_first(lambda: os.getloadavg()[0])
+    report_result(world, f"loggers-{world.size}-ranks", rows, claims, load=load)
 
 
 def measure(world: World, loggers: Sequence[Logger], steps: int) -> tuple[float, float]:
