@@ -7,6 +7,7 @@ REPORTS := .reports
 SOURCES := $(shell find hpctrain -name '*.py' -o -name '*.toml' -o -name '*.html')
 OPENMPI := .venv-openmpi/bin
 MPICH := .venv-mpich/bin
+MPIABI := .venv-mpiabi/bin
 PYTEST := -m pytest -q -p no:cacheprovider
 MEASURED ?=
 GUEST_COVERAGE := --rcfile=tests/guests/coverage.toml
@@ -21,7 +22,7 @@ ifeq ($(filter $(JOBS) $(GUESTS),$(MAKECMDGOALS)),)  # what `test` and `test-gue
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs docs-site man bench first-day-wheels clean
+.PHONY: help train test test-abi mpiabi test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs docs-site man bench first-day-wheels clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -70,6 +71,13 @@ endef
 .venv-gpu/installed: setup.py hpctrain/__init__.py $(VERSIONS)
 	$(call environment,test,cupy-cuda13x nvidia-cuda-nvrtc nvidia-cuda-runtime -e)
 
+# MPICH 5's other library, libmpi_abi.so. mpi4py 4.1 has no wheel for it: it is compiled, fast and not for speed.
+# Out of uv's cache, whose wheel would lead to the MPI of another checkout.
+.venv-mpiabi/installed: setup.py hpctrain/__init__.py $(VERSIONS)
+	$(call environment,test$(comma)mpich,-e)
+	VIRTUAL_ENV=$(@D) MPICC=$(CURDIR)/$(@D)/bin/mpicc_abi CFLAGS=-O0 $(UV) pip install -q --no-cache \
+		-c $(VERSIONS) --no-deps --reinstall --no-binary mpi4py mpi4py
+
 .venv-%/installed: setup.py hpctrain/__init__.py $(VERSIONS)
 	$(call environment,test$(comma)test-data$(comma)test-loggers$(comma)$*,-e)
 
@@ -95,7 +103,7 @@ define mpi_tests
 	|| { tail -v -n 60 $(REPORTS)/rank-*.txt; exit 1; }
 endef
 
-test: rows  ## run the tests, on Open MPI and MPICH: of each table every value once
+test: rows test-abi  ## run the tests, on Open MPI and MPICH: of each table every value once
 
 # Ranks that are threads use one core (the interpreter's lock), so half of the files run beside the other
 # half, and beside both MPIs' processes, which wait for each other most of the time. Ranks on MPI use all
@@ -126,6 +134,18 @@ $(JOBS) $(GUESTS): HALF = $(filter 0 1,$(subst -, ,$@))
 $(JOBS) $(GUESTS):
 	@$(BIN)/python $(RUN) $(PYTEST) $(TESTS) $(addprefix --half=,$(HALF)) --durations=5 $(DEALT) $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
+
+# The rows above run on MPICH's own ABI. The first line fails if mpi4py has loaded that one here, too.
+test-abi:  ## run all-reduces and the doctor on MPI's ABI (libmpi_abi.so of MPICH 5); needs a C compiler
+	@if command -v cc >/dev/null; then $(MAKE) --no-print-directory mpiabi; \
+		else echo "test-abi: not run; mpi4py has to be compiled for MPI's ABI, and there is no cc"; fi
+
+mpiabi: export OMP_NUM_THREADS = 1
+mpiabi: .venv-mpiabi/installed
+	@mkdir -p $(REPORTS)
+	$(MPIABI)/python -m hpctrain.transport.mpi.installation | grep libmpi_abi
+	$(call mpi_tests,$(MPIABI),3,-m mpi tests/collectives/test_allreduce.py)
+	$(MPIABI)/python $(PYTEST) tests/tools/doctor/test_doctor.py -k this_machine
 
 test-full: export ROWS = --full
 test-full: export MEASURED = -m coverage run
@@ -225,6 +245,6 @@ first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on
 	rm -r .first-day/download && du -sh .first-day
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-gpu .venv-docs .venv-dist dist site .first-day $(REPORTS) .coverage*
+	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-mpiabi .venv-lowest-* .venv-guests-* .venv-gpu .venv-docs .venv-dist dist site .first-day $(REPORTS) .coverage*
 	rm -rf docs/files.md man .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
