@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain import data, engines, jax, nn, optim, parallel, torch
     from hpctrain.cluster import jobs as slurm
+    from hpctrain.cluster.function_call import launch
     from hpctrain.nn import metrics
     from hpctrain.training import callbacks, loggers
     from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
@@ -49,6 +50,7 @@ __all__ = [
     "gather",
     "init",
     "jax",
+    "launch",
     "load",
     "loggers",
     "metrics",
@@ -69,6 +71,7 @@ _MODULE_OF = {
     "Trainer": "hpctrain.training.trainer",
     "World": "hpctrain.world",
     "init": "hpctrain.world",
+    "launch": "hpctrain.cluster.function_call",
     "load": "hpctrain.training.runs",
 }
 _PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "torch"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from hpctrain.cluster.launch import MpiInstallation, find_mpi
 from hpctrain.cluster.netlab import netlab
+from hpctrain.cluster.supervision import stop_launcher
 from hpctrain.core import launchers, opening, progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
@@ -28,7 +28,6 @@ from hpctrain.tools.scaling.trial_recipe import Size
 PLACES = ("local", "netlab", "slurm")
 LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch
 POLL_S = 2.0  #: more often would take time from the timed ranks
-_GRACE_S = 20.0
 
 
 def must_work(on: str, sizes: Sequence[Size], link: str | None) -> MpiInstallation | None:
@@ -95,11 +94,11 @@ def run(
         try:
             return _wait_for_exit(process, limit_s, on_poll)
         except subprocess.TimeoutExpired:
-            _stop_job(process)
+            stop_launcher(process)
             out.write(f"hpctrain: ended after {limit_s:g} s, the limit of a trial\n".encode())
             return 1
         except BaseException:
-            _stop_job(process)
+            stop_launcher(process)
             raise
 
 
@@ -113,12 +112,3 @@ def _wait_for_exit(
             return process.wait(POLL_S)
         on_poll()
     return process.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _stop_job(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT twice, as two Ctrl-Cs do: the second one kills the ranks."""
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-            return
