@@ -42,7 +42,9 @@ def _make_command(
         run(scheduler, context, **values)
 
     text = _adapt(run.__doc__ or "", scheduler)
-    decorate = click.command(run.__name__, epilog=_adapt_epilog(epilog, scheduler), help=text)
+    has_subject = _options.recipe_argument in options
+    cls = _options.ProgramCommand if has_subject else click.Command
+    decorate = click.command(run.__name__, cls, epilog=_adapt_epilog(epilog, scheduler), help=text)
     command: click.Command = decorate(_options.add_options(*options)(call))
     for option in command.params:
         if isinstance(option, click.Option) and option.help:

@@ -47,6 +47,12 @@ set_option, single_set_option = (
     )
     for callback, more in ((None, "; values between commas: a sweep"), (_must_be_single, ""))
 )
+recipe_argument = click.argument(
+    "recipe",
+    required=False,
+    metavar="RECIPE | -- PROGRAM [ARGS]...",
+    shell_complete=lambda *arguments: complete_recipes(*arguments),
+)
 iterations_option = click.option(
     "--iterations", default=20, show_default=True, metavar="N", help="Timed rounds."
 )
@@ -146,6 +152,15 @@ class ForwardingCommand(click.Command):
         if ctx.params.get("arguments"):
             return complete_command_line(ctx, self.params[-1], incomplete)
         return super().shell_complete(ctx, incomplete)
+
+
+class ProgramCommand(click.Command):
+    """A command on RECIPE or, after `--`, on a program, which its function gets as `program`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = [*args, "--"].index("--")
+        ctx.params["program"] = tuple(args[end + 1 :])
+        return super().parse_args(ctx, args[:end])
 
 
 def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:

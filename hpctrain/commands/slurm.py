@@ -12,7 +12,7 @@ import click
 from hpctrain import engines
 from hpctrain.cluster.jobs import jobs, sweeps
 from hpctrain.cluster.jobs.job_status import is_done
-from hpctrain.cluster.jobs.request import JobRequest
+from hpctrain.cluster.jobs.request import JobRequest, must_have_one_subject
 from hpctrain.cluster.jobs.status_table import print_table
 from hpctrain.cluster.schedulers.scheduler import SCHEDULERS, Scheduler
 from hpctrain.cluster.slurm.queries import NO_ANSWER
@@ -20,7 +20,7 @@ from hpctrain.cluster.slurm.sbatch import parse_option
 from hpctrain.cluster.slurm.site import profile_names as site_names
 from hpctrain.commands import _options
 from hpctrain.commands._groups import CommandParts, make_group
-from hpctrain.commands._options import complete_choices, complete_recipes
+from hpctrain.commands._options import complete_choices
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
@@ -30,18 +30,20 @@ Examples:
   hpctrain slurm render digits --nodes 4 --site perlmutter --gpus-per-node 4 --time 2:00:00
   hpctrain slurm submit my.toml --nodes 4 --ranks 16 --option account=m1234 --set run.epochs=90
   hpctrain slurm submit digits --nodes 4 --servers 2
+  hpctrain slurm submit --nodes 2 --tasks-per-node 4 -- python train.py --epochs 90
   hpctrain slurm status --wait 3600 runs/digits-20260101-120000
   hpctrain slurm log --follow runs/digits-20260101-120000
   hpctrain slurm cancel runs/digits-20260101-120000
 
 Before its time limit a job is stopped and requeued, and it continues at the step where it stopped.
-The output of `render` is a script for `sbatch`.
+The output of `render` is a script for `sbatch`. PROGRAM gets SIGUSR1 when it is to stop, and may
+save and exit with 75. It then starts again with the same arguments, as where SIGUSR1 ends it.
 """
 
 
 #: The argument and the options that describe a job.
 _JOB_OPTIONS = (
-    click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipes),
+    _options.recipe_argument,
     click.option(
         "--nodes",
         type=int,
@@ -137,7 +139,7 @@ _INTERACTIVE = click.option("--interactive", is_flag=True, help="Print a script 
 
 
 def render(scheduler: Scheduler, context: click.Context, interactive: bool, **options: Any) -> None:
-    """Print the script of a job that trains RECIPE."""
+    """Print the script of a job that trains RECIPE, or runs PROGRAM."""
     job, site = sweeps.build(_make_request(options), scheduler, interactive)
     script = scheduler.render(job, site, None)
     command = shlex.join(["hpctrain", *sys.argv[1:]])
@@ -149,7 +151,8 @@ def render(scheduler: Scheduler, context: click.Context, interactive: bool, **op
 
 def _make_request(options: dict[str, Any]) -> JobRequest:
     """Return the request that the values of a command's options describe."""
-    sizes, overrides = options.pop("sizes"), options.pop("sets")
+    sizes, overrides, recipe = (options.pop(name) for name in ("sizes", "sets", "recipe"))
+    must_have_one_subject(recipe, options["program"])
     pairs = [parse_option(text) for text in options.pop("options")]
     names = [name for name, _ in pairs]
     if repeated := [name for name in names if names.count(name) > 1]:
@@ -158,6 +161,7 @@ def _make_request(options: dict[str, Any]) -> JobRequest:
         sizes=() if sizes is None else _parse_sizes(sizes),
         overrides=overrides,
         options=dict(pairs),
+        **({} if recipe is None else {"recipe": recipe}),
         **options,
     )
 
@@ -184,7 +188,7 @@ same --out, it submits those that are neither done nor in the queue.
 
 
 def submit(scheduler: Scheduler, context: click.Context, **options: Any) -> None:
-    """Submit a job that trains RECIPE; print its id and the run's folder.
+    """Submit a job that trains RECIPE, or runs PROGRAM; print its id and the run's folder.
 
     The folder keeps the script, the job's id and the job's output.
     """

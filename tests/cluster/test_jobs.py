@@ -72,6 +72,19 @@ def test_a_job_is_submitted_queried_read_and_cancelled_from_python():
     assert ht.slurm.status()[0]["state"] == "CANCELLED"
 
 
+def test_a_program_is_submitted():
+    folder = ht.slurm.submit(program=["python", "my train.py", "--rate=1"], nodes=2).folder
+    script = Path("script").read_text()
+    assert "train=(python 'my train.py' --rate=1)\n" in script and "--program=1" in script
+    assert folder.name.startswith("my_train-")
+    assert call("status").count("RUNNING") == 1
+    output = call("submit", "--nodes", "2", "--", "python", "train.py", "--nodes", "9")
+    assert output.startswith("19  runs/train-")
+    for words in ((), ("digits", "--", "python", "train.py")):
+        with pytest.raises(UsageError, match="expected a recipe, or a program after `--`"):
+            call("submit", *words)
+
+
 REFUSED = {
     "an unknown option": ({"node": 2}, "unknown option of submit 'node'; did you mean 'nodes'?"),
     "ranks that do not fit": ({"nodes": 4, "ranks": 10}, "cannot be shared out evenly"),

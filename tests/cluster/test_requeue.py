@@ -17,6 +17,7 @@ import pytest
 from scripts import SENT, STORM, fake, fake_hpctrain, run_script
 
 from hpctrain.cluster.slurm.render import Job, render
+from hpctrain.core.run_files import run_folder
 
 SRUN = """#!/bin/bash
 # A rank that ends as a row of the table says; it began with what lies in runs/digits-7.
@@ -72,6 +73,7 @@ class Part:
     silent: int = 0  #: how often it does not answer
     warn_s: int = 120
     told: str = ""  #: what the job says at its end
+    program: bool = False  #: of a user, without a recipe
     starts: int = 1  #: how often the ranks are started in its allocation
 
 
@@ -123,13 +125,27 @@ TABLE = {
     "lost and told, saved": Part("failed 1", code=1, again=1, saved=True, starts=4),
     "hung, saved": Part("hung 86", code=86, again=1, saved=True, starts=4),
     "hung, nothing saved": Part("hung 86", code=86, ends=86),
+    "a program that is done": Part(program=True),
+    "a program that saves and asks for another part": Part(
+        code=75, again=1, told="on request (of the program); back into the queue", program=True
+    ),
+    "a program that saves when it is asked": Part(
+        code=75, again=1, ask=True, told="on request (", program=True
+    ),
+    "a program that USR1 ends": Part(
+        code=138, again=1, ask=True, talks=True, told="asked to stop, and the ranks", program=True
+    ),
+    "a program with a bug": Part(code=1, ends=1, program=True),
+    "a killed program": Part(code=137, again=1, starts=2, program=True),
+    "a program with a run of its own": Part("stopped 75", code=143, again=1, program=True),
 }
 
 
 def run(
     folder, part: Part, min_ranks: int | None = None, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    job = Job(nodes=4, tasks_per_node=2, warn_s=part.warn_s, min_ranks=min_ranks)
+    resources = {"nodes": 4, "tasks_per_node": 2, "warn_s": part.warn_s, "min_ranks": min_ranks}
+    job = Job(program=("sh", "x.sh") if part.program else (), name="digits", **resources)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
         fake(folder, name, text)
     fake_hpctrain(folder)
@@ -188,6 +204,17 @@ def test_ranks_are_started_again_on_the_nodes_that_are_left(states, min_ranks, w
     expected = [f"{ALL} []"] + [f"{words} [1]"] * (words is not None)
     assert (tmp_path / "starts").read_text().splitlines() == expected
     assert (tmp_path / "said").exists() is (words is None)
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_the_summary_of_a_program(ask, tmp_path):
+    code, end = (75, SOON) if ask else (0, FAR)
+    run(tmp_path, Part(code=code, ask=ask, program=True), END=end)
+    reason = "on request (time limit)" if ask else None
+    status = "stopped" if ask else "done"
+    assert run_folder.read_summary(tmp_path / "runs/digits-7") == {
+        "status": status, "exit_code": code, "reason": reason
+    }  # fmt: skip
 
 
 def site(folder, text: str) -> None:

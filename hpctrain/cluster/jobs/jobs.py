@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 
 from hpctrain.cluster.jobs import studies, sweeps
 from hpctrain.cluster.jobs.job_status import DAMAGED_STATE, Row, status_rows, wait_for_jobs
-from hpctrain.cluster.jobs.request import JobRequest, build_job, must_be_same_recipe
+from hpctrain.cluster.jobs.request import (
+    JobRequest,
+    build_job,
+    must_be_same_recipe,
+    must_have_one_subject,
+)
 from hpctrain.cluster.schedulers.scheduler import (
     SCHEDULERS,
     Scheduler,
@@ -41,10 +46,11 @@ class Submission(NamedTuple):
     folder: Path
 
 
-def submit(recipe: str, *, scheduler: str = "slurm", **options: Any) -> Submission:
-    """Submit a job that trains `recipe` and return its id and the run's folder.
+def submit(recipe: str | None = None, *, scheduler: str = "slurm", **options: Any) -> Submission:
+    """Submit a job that trains `recipe`, or runs a program; return its id and the run's folder.
 
-    `options` are the fields of `JobRequest`, as in `submit("digits", nodes=4, time="2:00:00")`.
+    `options` are the fields of `JobRequest`, as in `submit("digits", nodes=4, time="2:00:00")`, or
+    `submit(program=["python", "train.py"], nodes=4)`.
     `scheduler`: "slurm", "pbs" or "flux"; the other functions find it in the run's folder.
     Raises UsageError for an unknown option, for a recipe or resources that do not fit, without
     the scheduler, and for a folder with an unfinished job or with checkpoints of another recipe.
@@ -53,7 +59,9 @@ def submit(recipe: str, *, scheduler: str = "slurm", **options: Any) -> Submissi
     names = {field.name: field for field in fields(JobRequest)}
     for name in options:
         pick(names, name, "option of submit")
-    request = JobRequest(recipe, **options)
+    must_have_one_subject(recipe, options.get("program", ()))
+    options |= {} if recipe is None else {"recipe": recipe}
+    request = JobRequest(**options)
     submissions = [*submit_request(request, pick(SCHEDULERS, scheduler, "scheduler"))]
     if len(submissions) == 1:
         return submissions[0]

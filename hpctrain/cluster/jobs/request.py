@@ -21,7 +21,7 @@ _CHANGEABLE_OPTIONS = ("dropout", "recompute", "arguments", "folder")
 
 @dataclass(frozen=True)
 class JobRequest(JobOptions):
-    """A training run to submit; a field that is None is decided by the site or by a default."""
+    """A recipe or a program to submit; the site, or a default, decides on a field that is None."""
 
     nodes: int | None = None  #: 1, or the largest of `sizes`
     ranks: int | None = None  #: on all nodes together, servers excluded
@@ -44,7 +44,7 @@ def build_job(
     _must_be_printable(request)
     site = load_site(request.site) if request.site else None
     nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
-    engine, overrides = choose_engine(request)
+    engine, overrides = (request.engine, []) if request.program else choose_engine(request)
     equal_fields = {field.name: getattr(request, field.name) for field in fields(JobOptions)}
     arguments = ["--engine", engine] if engine else []
     arguments += ["--epochs", str(request.epochs)] if request.epochs is not None else []
@@ -58,6 +58,13 @@ def build_job(
         interactive=interactive,
     )
     check(job, site)
+    if not job.program:
+        _must_fit(job, site, overrides)
+    return job, site
+
+
+def _must_fit(job: Job, site: Site | None, overrides: Sequence[str]) -> None:
+    """Raise UsageError if the recipe cannot train on the ranks of the job."""
     job_recipe = recipe.load(job.recipe, overrides)
     for size in job.sizes or (job.nodes,):
         ranks = total_ranks(replace(job, nodes=size), site)
@@ -65,7 +72,13 @@ def build_job(
             job_recipe.must_fit(ranks, size)
         except UsageError as error:  # `train` would refuse to start
             raise UsageError(f"a job of {ranks} ranks on {size} nodes: {error}") from None
-    return job, site
+
+
+def must_have_one_subject(recipe: str | None, program: Sequence[str]) -> None:
+    """Raise UsageError unless there is either a recipe or a program."""
+    if (recipe is None) == (not program):
+        seen = "neither" if recipe is None else f"the recipe {recipe} and the program {program[0]}"
+        raise UsageError(f"expected a recipe, or a program after `--`, seen {seen}")
 
 
 def must_be_same_recipe(request: JobRequest, run: Path) -> None:
@@ -75,7 +88,7 @@ def must_be_same_recipe(request: JobRequest, run: Path) -> None:
     waited in the queue.
     """
     file = run / run_folder.RECIPE
-    if not file.exists() or not checkpoint.listing(run):
+    if request.program or not file.exists() or not checkpoint.listing(run):
         return
     trained_recipe = recipe.load(str(file))
     job_recipe = recipe.load(request.recipe, choose_engine(request)[1])
@@ -105,8 +118,9 @@ def _tables_differ(trained_recipe: Recipe, job_recipe: Recipe, table: str) -> bo
 def _must_be_printable(request: JobRequest) -> None:
     """Raise UsageError for empty texts, as from an unset variable, or unprintable characters."""
     job = Job(
-        request.recipe, name=request.job_name, out=request.out, arguments=tuple(request.overrides)
-    )
+        request.recipe, request.program, name=request.job_name, out=request.out,
+        arguments=tuple(request.overrides),
+    )  # fmt: skip
     if fault_texts := text_faults(job):
         raise UsageError("\n".join(fault_texts))
     for name in ("site", "job_name", "out"):  # a field is an option of the command line

@@ -34,12 +34,12 @@ Members = Mapping[int, Member]  #: by their numbers in the sweep
 
 
 def read_sweep(request: JobRequest) -> list[Member]:
-    """Return the members of the sweep that a request describes; empty for one run."""
+    """Return the members of the sweep that a request describes; empty for one run or a program."""
 
     def load(settings: Sequence[str]) -> Recipe:
         return recipe.load(request.recipe, choose_engine(replace(request, overrides=settings))[1])
 
-    return read_members(request.overrides, load)
+    return [] if request.program else read_members(request.overrides, load)
 
 
 def build(

@@ -20,11 +20,12 @@ from hpctrain.cluster.slurm.job import (
     job_name,
     must_have_no_faults,
     node_kind,
+    rank_words,
     resource_faults,
     tasks_per_node,
 )
 from hpctrain.cluster.slurm.queries import JobId, JobState
-from hpctrain.cluster.slurm.render import cores_per_task, fill_template
+from hpctrain.cluster.slurm.render import ABOUT, cores_per_task, fill_template
 from hpctrain.cluster.slurm.sbatch import must_be_plain_value
 from hpctrain.cluster.slurm.site import Site, must_have_scheduler
 from hpctrain.core import config
@@ -119,6 +120,7 @@ class Dialect:
             "warn-s": job.warn_s,
             "max-restarts": job.max_restarts,
             "relaunches": job.relaunches,
+            **({"program": 1} if job.program else {}),
         }
         text = resources.files("hpctrain.cluster.schedulers").joinpath("job.sh").read_text()
         name = job_name(job)
@@ -134,7 +136,8 @@ class Dialect:
                 else fill_template(_SITE_FILE, {"site": f"{self.name}/site.env"}),
                 "path": _path_line() if folder and not self.has_environment else "",
                 "run": shlex.quote(job.out) if job.out else f"runs/{name}-${self.id_variable}",
-                "train": shlex.join(["hpctrain", "train", job.recipe, *job.arguments]),
+                "about": ABOUT[bool(job.program)],
+                "train": shlex.join(rank_words(job)),
                 "in_job": f"--in-{self.name}",
                 "nodes": str(job.nodes),
                 "numbers": _fold([f"--{name}={value}" for name, value in numbers.items()]),

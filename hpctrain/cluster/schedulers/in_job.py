@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from hpctrain.cluster.program import rank_command
 from hpctrain.cluster.schedulers import flux, pbs
 from hpctrain.cluster.schedulers.dialect import Dialect
 from hpctrain.cluster.schedulers.submission import record_job
@@ -34,7 +36,8 @@ from hpctrain.core.errors import HpctrainError
 
 _OPTIONS: dict[str, int | str] = {
             "max-restarts": 20, "relaunches": 3, "warn-s": 120, "asked": 0, "time-s": 0,
-            "ranks-per-node": 1, "cores": 1, "gpus": 0, "nodes": 1, "script": ""}  # fmt: skip
+            "ranks-per-node": 1, "cores": 1, "gpus": 0, "nodes": 1, "script": "",
+            "program": 0}  # fmt: skip
 _SUBMIT_LIMIT_S = 60
 _ENDED = 2  #: the value of --asked after SIGTERM, 1 after SIGUSR1
 #: The id of a job that another one submitted, and the number of the restart that it is.
@@ -230,5 +233,13 @@ JOBS = {"--in-slurm": batch_job.BatchJob, "--in-pbs": PbsJob, "--in-flux": FluxJ
 
 
 def main(option: str, words: Sequence[str]) -> int:
-    """Run a job of the scheduler that `option` names; return its exit code."""
-    return batch_job.main(list(words), JOBS[option])
+    """Run a job of the scheduler that `option` names; return its exit code.
+
+    A program in Python has torchrun's variables, unless a container starts it.
+    """
+    end = [*words, "--"].index("--") + 1
+    options, command = [*words[:end]], [*words[end:]]
+    if "--program=1" not in options or not command or "HPCTRAIN_LAUNCHER" in os.environ:
+        return batch_job.main([*words], JOBS[option])
+    with rank_command(command, [socket.gethostname()]) as rank_words:
+        return batch_job.main([*options, *rank_words], JOBS[option])

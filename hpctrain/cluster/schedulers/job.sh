@@ -13,7 +13,7 @@ set +euC +o pipefail # it may have set them
 
 {{ path }}
 
-# What is trained; results in runs/, as `hpctrain train --out` makes them.
+# {{ about }}
 run={{ run }}
 train=({{ train }})
 

@@ -25,7 +25,8 @@ from subprocess import DEVNULL, PIPE, Popen, call, run
 
 _EXIT_LOST, _EXIT_STOPPED, _EXIT_HUNG, _EXIT_NO_COMMAND = 1, 75, 86, 127
 _QUERY_LIMIT_S, _RETRY_S, MOVE_LIMIT_S = 20, 30, 10
-_EARLY_S = 90  #: Slurm may warn up to a minute early
+#: Slurm may warn up to a minute early; a part of a program that ran so long has made progress.
+_EARLY_S, _LONG_S = 90, 60
 _REPEAT_S = 3.0  #: the interval at which USR1 is repeated: srun drops it before its tasks begin
 _PAUSE_S, _MAX_PAUSE_S, _MAX_REFUSALS = 1.0, 30.0, 5  #: of requests to requeue the job
 #: States of nodes on which no rank can be started; * marks a node that does not respond.
@@ -34,9 +35,9 @@ _LOST_STATE = re.compile(r"(?:down|fail|error|unk|boot|powering_down).*|.*\*")
 MOVE_RECORDS = """for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
     ! cp "$file" "$1/watch/node-${file##*-}" || rm -f "$file"
 done"""
-#: Options; `size` follows the launcher's first word, `asked`: USR1 has come already.
-_OPTIONS: dict[str, int | str] = {"max-restarts": 20, "relaunches": 3, "min-ranks": 0,
-                                  "warn-s": 120, "asked": 0, "nodes": "", "size": ""}  # fmt: skip
+#: `size` follows the launcher's first word; `asked`: USR1 has come; `program`: it is no recipe.
+_OPTIONS: dict[str, int | str] = {"max-restarts": 20, "relaunches": 3, "min-ranks": 0, "asked": 0,
+                                  "warn-s": 120, "program": 0, "nodes": "", "size": ""}  # fmt: skip
 
 
 def main(words: list[str], job: type[BatchJob] | None = None) -> int:
@@ -71,18 +72,19 @@ class BatchJob:
         self._later = "to go on submit again, with --out {} or that as run= in the script"
         self._process: Popen[bytes] | None = None
         self._asked_s = time.monotonic() if options.asked else None
-        self._is_stopping, self._next_query_s = False, 0.0
+        self._is_stopping, self._next_query_s, self._why = False, 0.0, ""
+        self._numbers = {name: int(x) for name, x in os.environ.items() if x.isdecimal()}
         self._srun = self._launcher = self._prepare()
         self._later = self._later.format(self.folder)
-        self._command = [*command, "--out", options.out, "--resume"]
+        self._command = [*command, *["--out", options.out, "--resume"] * (not options.program)]
+        os.environ["HPCTRAIN_RUN"] = str(self.folder.absolute())
 
     def _prepare(self) -> list[str]:
         """Read what the scheduler says of the job; return the words that start the ranks."""
         # srun has to be told to end when a rank has died, and since 22.05 each task's cores.
         cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")
         os.environ.update(SLURM_KILL_BAD_EXIT="1", SRUN_CPUS_PER_TASK=cores)
-        # With the first srun would keep from the ranks what was loaded here (sbatch --export); with
-        # the other scontrol would not ask the cluster on which the job runs.
+        # srun would keep from the ranks what was loaded here, scontrol ask another cluster.
         for name in ("SLURM_EXPORT_ENV", "SLURM_CLUSTERS"):
             os.environ.pop(name, None)
         # The last task of an array has the id of the array: requeued by it, all tasks would run.
@@ -90,10 +92,9 @@ class BatchJob:
             self.id = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
             self._later = self._later.format(self.folder.parent)
         self._nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-        self._restarts = _variable("SLURM_RESTART_COUNT", 0)
+        self._restarts = self._numbers.get("SLURM_RESTART_COUNT", 0)
         words = os.environ.get("HPCTRAIN_LAUNCHER", "").split() or ["srun", "--kill-on-bad-exit=1"]
         nodes = [f"--nodes={n}" for n in [self.options.nodes] if n and words[0].endswith("srun")]
-        # The words of a container follow srun's.
         return [words[0], *self.options.size.split(), *nodes, *words[1:]]
 
     def run(self) -> int:
@@ -109,9 +110,7 @@ class BatchJob:
         while True:
             code = self._run_ranks()
             self._collect_records()
-            path = self.folder / "summary.json"
-            table = _read_json(path) if self._is_of_this_part(path) else {}
-            summary = table if isinstance(table, dict) else {}
+            summary = self._read_summary(code)
             status, run_code = summary.get("status"), summary.get("exit_code")
             if status == "done":
                 return 0
@@ -147,9 +146,9 @@ class BatchJob:
             self._is_stopping = True
             is_preempted, rest_s = end or self._query_end()
             is_due = rest_s is not None and rest_s < _EARLY_S
+            self._why = "preempted" if is_preempted else "time limit" * is_due
             with suppress(OSError):
-                reason = "preempted\n" if is_preempted else "time limit\n" * is_due
-                (self.folder / ".why").write_text(reason)
+                (self.folder / ".why").write_text(f"{self._why}\n" * bool(self._why))
             self._process.send_signal(signal.SIGUSR1)
 
     def _stop_if_due(self) -> None:
@@ -180,6 +179,17 @@ class BatchJob:
         # Of a heterogeneous job the first line, of one name the first value counts.
         return dict(reversed(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0])))
 
+    def _read_summary(self, code: int) -> dict[str, object]:
+        """Return the summary of this part; a program without one gets that of its exit code."""
+        path, status = self.folder / "summary.json", {0: "done", _EXIT_STOPPED: "stopped"}.get(code)
+        summary = _read_table(path) if self._is_of_this_part(path) else {}
+        if self.options.program and status and not summary:
+            reason = f"on request ({self._why or 'of the program'})" if code else None
+            summary = {"status": status, "exit_code": code, "reason": reason}
+            (partial := path.with_suffix(".partial")).write_text(json.dumps(summary))
+            partial.replace(path)
+        return summary
+
     def _is_of_this_part(self, path: Path) -> bool:
         with suppress(FileNotFoundError):
             return path.stat().st_mtime_ns > (self.folder / ".began").stat().st_mtime_ns
@@ -187,10 +197,11 @@ class BatchJob:
 
     def _count_futile_parts(self) -> int:
         """Count the parts in a row, up to this one and over requeues, that saved nothing."""
-        path, count = self.folder / ".tries", 0
-        if not any(map(self._is_of_this_part, self.folder.glob("checkpoints/*/manifest.json"))):
-            earlier_count = _read_json(path)
-            count = 1 + earlier_count if isinstance(earlier_count, int) else 1
+        path, begin_s = self.folder / ".tries", (self.folder / ".began").stat().st_mtime
+        is_long = self.options.program and time.time() > begin_s + _LONG_S
+        saved = map(self._is_of_this_part, self.folder.glob("checkpoints/*/manifest.json"))
+        earlier = path.read_text().strip() if path.is_file() else ""
+        count = 0 if is_long or any(saved) else 1 + int(earlier if earlier.isdigit() else 0)
         path.write_text(f"{count}\n")
         return count
 
@@ -200,9 +211,9 @@ class BatchJob:
         if self._asked_s or self._relaunches >= most or self._query().get("JobState") != "RUNNING":
             return False
         names = remaining_nodes(self._nodes)
-        if names is not None and len(names) < _variable("SLURM_JOB_NUM_NODES", 1):
+        if names is not None and len(names) < self._numbers.get("SLURM_JOB_NUM_NODES", 1):
             srun, *srun_options = self._srun
-            ranks = len(names) * _variable("SLURM_NTASKS_PER_NODE", 1)
+            ranks = len(names) * self._numbers.get("SLURM_NTASKS_PER_NODE", 1)
             if not srun.endswith("srun") or not 0 < self.options.min_ranks <= ranks:
                 return False
             nodes = [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", "-n", str(ranks)]
@@ -216,7 +227,6 @@ class BatchJob:
 
     def _requeue(self, cause: str) -> int:
         """Put the job back into the queue, unless it was ended from outside: cancelled, say."""
-        # The answer is late where many jobs end at once.
         limit_s = self.options.warn_s + (self._asked_s or time.monotonic())
         max_restarts, pause_s, refusal_count = self.options.max_restarts, _PAUSE_S, 0
         while True:
@@ -247,10 +257,10 @@ class BatchJob:
 
     def _collect_records(self) -> None:
         """Let each node move the records of its ranks."""
-        table = _read_json(self.folder / "watch/nodes.json")
-        if isinstance(table, dict) and "token" in table:
+        table = _read_table(self.folder / "watch/nodes.json")
+        if "token" in table:
             nodes = remaining_nodes(self._nodes) or []  # a lost node would not answer
-            count = len(nodes) or _variable("SLURM_JOB_NUM_NODES", 1)
+            count = len(nodes) or self._numbers.get("SLURM_JOB_NUM_NODES", 1)
             srun = f"srun --overlap --nodelist={','.join(nodes) or self._nodes} --nodes={count}"
             srun += f" --ntasks={count} --ntasks-per-node=1 bash -c"
             words = [MOVE_RECORDS, f"hpctrain-watch-{table['token']}", str(self.folder)]
@@ -258,13 +268,10 @@ class BatchJob:
 
 
 def _is_loss(run_code: object, launcher_code: int, futile_parts: int) -> bool:
-    """Return whether a failed part is worth another: its ranks may be lost with their node.
-
-    A bug comes again at once, so a part must have saved something, or two in a row never started,
-    but not if hpctrain itself (1, 2, 3), or the launcher for want of it (127), gave the code.
-    """
+    """Return whether a failed part is worth another: its ranks may be lost; a bug comes again."""
     if run_code is not None:
         return run_code in (_EXIT_LOST, _EXIT_HUNG) and not futile_parts
+    # Two in a row may fail to start; 1 to 3 are codes of hpctrain, 127 of the launcher without it.
     return futile_parts <= 2 * (launcher_code not in (0, 1, 2, 3, _EXIT_NO_COMMAND))
 
 
@@ -283,16 +290,10 @@ def output(*command: str, limit_s: int = _QUERY_LIMIT_S, **variables: str) -> st
     return process.stdout.decode(errors="replace")
 
 
-def _read_json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text()) if path.is_file() else None  # a FIFO never ends
-    except (OSError, ValueError):
-        return None
-
-
-def _variable(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdigit() else default
+def _read_table(path: Path) -> dict[str, object]:
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_text())) if path.is_file() else {}  # a FIFO never ends
+    return {}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ class JobOptions:
     """The options of a job and of its request; the site decides on a field that is None."""
 
     recipe: str = "digits"  #: a name, or a .toml file
+    program: Sequence[str] = ()  #: a program with its arguments, in place of the recipe
     tasks_per_node: int | None = None  #: ranks; on nodes with GPUs one per GPU
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
@@ -119,7 +120,7 @@ def check_job(job: Job, site: Site | None = None) -> None:
 def resource_faults(job: Job, site: Site | None = None) -> list[str]:
     """Return the faults of a job of any scheduler, its further options excepted."""
     faults = [*_range_faults(job), *_placement_faults(job, site)]
-    faults += [*_loss_faults(job, site), *text_faults(job)]
+    faults += [*_loss_faults(job, site), *_program_faults(job), *text_faults(job)]
     return faults + _stop_time_faults(job, job.limit_s) * (not job.interactive)
 
 
@@ -149,6 +150,16 @@ def _interactive_faults(job: Job) -> list[str]:
     ]
     prefix = "--interactive asks salloc for nodes and trains nothing"
     return [f"{prefix}: leave out {', '.join(unsuitable_options)}"] if unsuitable_options else []
+
+
+def _program_faults(job: Job) -> list[str]:
+    """Return the faults of a program's job: options that only a recipe has."""
+    given = {"--servers": job.servers, "--sizes": job.sizes, "--interactive": job.interactive}
+    options = [name for name, value in given.items() if value]
+    options += [name for name in ("--engine", "--epochs", "--set") if name in job.arguments]
+    if not job.program or not options:
+        return []
+    return [f"{', '.join(options)}: of a recipe; leave out for a program, seen {job.program[0]}"]
 
 
 def _stop_time_faults(job: Job, limit_s: int) -> list[str]:
@@ -217,13 +228,14 @@ def _placement_faults(job: Job, site: Site | None) -> list[str]:
 def text_faults(job: Job) -> list[str]:
     """Return the faults in the texts of a job: each must be one printable line."""
     texts = {"recipe": job.recipe, "--out": job.out or "", "--job-name": job.name or ""}
-    texts |= {f"argument {n}": text for n, text in enumerate(job.arguments, start=1)}
+    arguments = [*job.program, *job.arguments]
+    texts |= {f"argument {n}": text for n, text in enumerate(arguments, start=1)}
     faults = [
         f"{label}: expected one line without control characters, seen {text!r}"
         for label, text in texts.items()
         if not text.isprintable()
     ]
-    if not job.recipe or job.recipe.startswith("-"):
+    if not job.program and (not job.recipe or job.recipe.startswith("-")):
         faults.append(f"expected the name or the file of a recipe, seen {job.recipe!r}")
     return faults
 
@@ -249,6 +261,11 @@ def _loss_faults(job: Job, site: Site | None) -> list[str]:
     return [fault for fault, is_present in faults.items() if is_present]
 
 
+def rank_words(job: Job) -> list[str]:
+    """Return the command of a rank, without the arguments of its launch."""
+    return [*job.program] or ["hpctrain", "train", job.recipe, *job.arguments]
+
+
 def _site_title(site: Site | None) -> str:
     return site.title if site else "slurm/site.env"
 
@@ -259,5 +276,7 @@ def _site_launcher(site: Site | None) -> str:
 
 def job_name(job: Job) -> str:
     """Return the name of the job and of its run; special characters become underscores."""
-    stem = job.name or job.recipe.rpartition("/")[2].removesuffix(".toml")
+    scripts = [word for word in job.program if word.endswith(".py")]
+    subject = next(iter([*scripts, *job.program]), job.recipe)
+    stem = job.name or re.sub(r"\.(toml|py)$", "", subject.rpartition("/")[2])
     return re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip("-.") or "hpctrain"

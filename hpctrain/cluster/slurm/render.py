@@ -14,7 +14,14 @@ from importlib import resources
 from pathlib import Path
 
 from hpctrain.cluster.slurm import batch_job, sbatch
-from hpctrain.cluster.slurm.job import Job, check_job, job_name, node_kind, tasks_per_node
+from hpctrain.cluster.slurm.job import (
+    Job,
+    check_job,
+    job_name,
+    node_kind,
+    rank_words,
+    tasks_per_node,
+)
 from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site, gpu_options, merge_gpu_options
 from hpctrain.core.names import fold_names
 
@@ -32,6 +39,11 @@ DEFAULT_JOBS = {
 }
 
 
+#: The comment on what runs: a recipe, or a program.
+ABOUT = (
+    "What is trained; results in runs/, as `hpctrain train --out` makes them.",
+    "What runs; it finds the folder of its job in HPCTRAIN_RUN.",
+)
 #: Runs the job: a copy is sent along with a script.
 SENT_FILE = Path(batch_job.__file__)
 SOURCE_COMMAND = ". slurm/site.env && "  #: precedes `sbatch` in the head of a template
@@ -71,7 +83,10 @@ def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
               "min-ranks": job.min_ranks or 0, "warn-s": job.warn_s}  # fmt: skip
     servers = ["--set", f"engine.servers={job.servers}", "--set", "engine.placement=dedicated"]
     servers = servers if job.servers else []
-    program = [] if job.elastic else ["hpctrain"]  # `hpctrain launch` is called with a command
+    policy = {"program": 1, **policy} if job.program else policy
+    words = [*rank_words(job), *servers]
+    if job.elastic:  # `hpctrain launch` is called with a command, or a program after `--`
+        words = ["--", *words] if job.program else words[1:]
     return {
         "title": title,
         "file": job.file_name,
@@ -81,14 +96,9 @@ def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
         if site
         else _read_template("site.sh").rstrip(),
         "array": _array_lines(job),
+        "about": ABOUT[bool(job.program)],
         "run": _run_folder_word(job),
-        "train": " ".join(
-            [
-                shlex.join([*program, "train", job.recipe, *job.arguments]),
-                *['"${values[@]}"'] * bool(job.tasks),
-                *servers,
-            ]
-        ),
+        "train": " ".join([shlex.join(words), *['"${values[@]}"'] * bool(job.tasks)]),
         "placement": placement,
         "sent_file": shlex.quote(str(folder / SENT_FILE.name)),
         "policy": " ".join(f"--{name}={value}" for name, value in policy.items()),
