@@ -85,12 +85,18 @@ def launch(n: int, arguments: Sequence[str], policy: LossPolicy = _DEFAULT_POLIC
     return _launch_guarded(n, arguments, argv, command_exit_code, policy)
 
 
-def launch_program(n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_POLICY) -> int:
+def launch_program(
+    n: int,
+    argv: Sequence[str],
+    policy: LossPolicy = _DEFAULT_POLICY,
+    trace: Path | None = None,
+) -> int:
     """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
 
     If the program fails because a run of `ht.Trainer` fails or is stopped, the exit code is that of
     the run. A restart by `policy` is the same call; the variable HPCTRAIN_RESTARTS counts them. A
-    program in Python has torchrun's variables, see program.py.
+    program in Python has torchrun's variables, see program.py. `trace`: the folder for the timeline
+    of a script of PyTorch, which hpctrain/torch/script_steps.py writes.
     Raises UsageError as `launch` does, and if the program does not exist.
     """
     if shutil.which(argv[0]) is None:
@@ -99,7 +105,7 @@ def launch_program(n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_PO
             "after `--`; for a command of hpctrain leave out `--`"
         )
     hosts = [host.name for host in allocated_hosts(os.environ)]
-    with program.rank_command(argv, hosts) as command:
+    with program.rank_command(argv, hosts) as command, program.traced(trace):
         return _launch_guarded(n, argv, lambda _: command, program_exit_code, policy)
 
 

@@ -1,7 +1,8 @@
-"""The command line of a rank of a program in Python: torchrun's variables are set before it."""
+"""A program in Python on ranks: torchrun's variables are set before it; its timeline."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -9,11 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpctrain.cluster.slurm.job_end import print_message
 from hpctrain.core import torchrun
+from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
 
 _INTERPRETER = re.compile(r"(python|pypy)[\d.]*t?")
 _SHEBANG_BYTES = 256
+#: Ranks with this variable write a timeline: see hpctrain/torch/script_steps.py.
+TRACE_VARIABLE = "HPCTRAIN_TRACE"
 
 
 @contextmanager
@@ -45,3 +50,23 @@ def is_python(program: str) -> bool:
     return line.startswith("#!") and any(
         _INTERPRETER.fullmatch(Path(word).name) for word in words[:3]
     )
+
+
+@contextmanager
+def traced(folder: Path | None) -> Iterator[None]:
+    """Let the ranks write a timeline into `folder`, unless it is None; say if there is none."""
+    if folder is None:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "trace.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"--trace {folder} cannot be written: {error.strerror}") from None
+    os.environ[TRACE_VARIABLE] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        del os.environ[TRACE_VARIABLE]
+    if not (folder / "trace.json").exists():
+        print_message(f"no trace.json in {folder}: no rank ended its training by PyTorch")

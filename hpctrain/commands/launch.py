@@ -33,6 +33,7 @@ Examples:
   hpctrain launch -n 4 train digits --epochs 3
   hpctrain -q launch -n 2 train digits --out runs/digits --resume
   hpctrain launch -n 4 -- python my_script.py --epochs 3
+  hpctrain launch -n 4 --trace runs/traced -- python ddp.py
   hpctrain launch -n 4 --max-restarts 5 --min-ranks 2 train my.toml
   hpctrain launch -n 4 --elastic --spares 1 train my.toml
   hpctrain launch -n 4 train my.toml --set optimizer.rate=0.1,0.3     a job for each rate
@@ -106,6 +107,12 @@ class LaunchCommand(ForwardingCommand):
     metavar="R",
     help="Start the job again after a lost rank or host, a hang or a crash.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write the timeline of a PROGRAM that trains with PyTorch.",
+)
 @click.argument(
     "arguments",
     nargs=-1,
@@ -116,7 +123,12 @@ class LaunchCommand(ForwardingCommand):
 )
 @click.pass_context
 def launch(
-    context: click.Context, /, ranks: int, arguments: tuple[str, ...], **policy_options: Any
+    context: click.Context,
+    /,
+    ranks: int,
+    arguments: tuple[str, ...],
+    trace: Path | None,
+    **policy_options: Any,
 ) -> None:
     """Run an hpctrain COMMAND, or any PROGRAM, on N ranks.
 
@@ -135,7 +147,9 @@ def launch(
         )
     policy = LossPolicy(**policy_options)
     if is_program:
-        context.exit(launcher.launch_program(ranks, arguments, policy))
+        context.exit(launcher.launch_program(ranks, arguments, policy, trace))
+    if trace is not None:
+        raise click.UsageError("--trace is of a program after `--`; a recipe has train --trace")
     code = _train_sweep(context, ranks, arguments, policy)
     if code is not None:
         context.exit(code)

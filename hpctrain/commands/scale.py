@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from hpctrain.commands import _options
-from hpctrain.commands._options import complete_recipes
 from hpctrain.tools.scaling.trial_recipe import SCALING_MODES
 from hpctrain.tools.scaling.trials.local_runner import PLACES
 
@@ -16,20 +15,22 @@ EPILOG = """\b
 Examples:
   hpctrain scale digits --ranks 1,2 --mode strong --out studies/digits
   hpctrain scale my.toml --ranks 1:64 --mode weak --set engine.kind=allreduce
+  hpctrain scale --ranks 1,2 --samples-per-step 256 -- python ddp.py --batch-size {batch}
   hpctrain scale mnist --nodes 1,2,4 --on netlab --link 1gbit
   hpctrain scale my.toml --nodes 1,2,4,8 --ranks-per-node 4 --on slurm --out studies/mine
 
 Strong scaling shares the recipe's batch among all ranks; weak scaling gives the whole batch to each
-rank. While trials run, a table shows the state of each size; a log gets a line per change. The same
-command on the same folder continues an interrupted study, finds the jobs it has submitted to Slurm,
-and may add sizes and repeats. While another process runs the study, it shows the progress. Exit
-codes: 0 all sizes measured; 1 measurements are missing, as the table shows; 2 refused before the
-first trial; 130 interrupted. See docs/scaling.md.
+rank. {batch} in the arguments of a script stands for the batch of a rank. While trials run, a table
+shows the state of each size; a log gets a line per change. The same command on the same folder
+continues an interrupted study, finds the jobs it has submitted to Slurm, and may add sizes and
+repeats. While another process runs the study, it shows the progress. Exit codes: 0 all sizes
+measured; 1 measurements are missing, as the table shows; 2 refused before the first trial; 130
+interrupted. See docs/scaling.md.
 """
 
 
-@click.command(epilog=EPILOG)
-@click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipes)
+@click.command(cls=_options.ProgramCommand, epilog=EPILOG)
+@_options.recipe_argument
 @click.option("--ranks", metavar="N,...", help="Numbers of ranks: 1,2,4; 1:64 doubles.")
 @click.option("--nodes", metavar="N,...", help="Numbers of nodes, or of hosts of a netlab.")
 @click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; default: 1.")
@@ -60,6 +61,12 @@ first trial; 130 interrupted. See docs/scaling.md.
     metavar="N",
     help="Timed steps per trial; default: about 2 s, on Slurm 200 steps.",
 )
+@click.option(
+    "--samples-per-step",
+    type=int,
+    metavar="N",
+    help="Of a PROGRAM: samples of a step, or of a rank (weak); default: from its DataLoader.",
+)
 @_options.single_set_option
 @click.option(
     "--out",
@@ -69,7 +76,7 @@ first trial; 130 interrupted. See docs/scaling.md.
 )
 @click.pass_context
 def scale(context: click.Context, /, **option_values: Any) -> None:
-    """Measure how RECIPE scales over numbers of ranks.
+    """Measure how RECIPE, or a script of PyTorch, scales over numbers of ranks.
 
     The trials make a table, fits, plots and a report.
     """

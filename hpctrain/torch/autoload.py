@@ -16,6 +16,8 @@ from typing import Any
 
 BACKEND = "hpctrain"
 DISABLING_VARIABLE = "HPCTRAIN_TORCH"
+#: With these, the steps of the script are recorded: see script_steps.py.
+RECORDING_VARIABLES = {"HPCTRAIN_TRACE", "HPCTRAIN_TRIAL"}
 
 
 def register() -> None:
@@ -36,6 +38,10 @@ def register() -> None:
         from hpctrain.torch import independent
 
         independent.watch_training(os.environ)
+        if RECORDING_VARIABLES & os.environ.keys():
+            from hpctrain.torch import script_steps
+
+            script_steps.watch(os.environ)
     except Exception:
         return
 

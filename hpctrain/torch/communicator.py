@@ -36,6 +36,7 @@ class Communicator:
         """
         assert job.threads.record is not None  # ranks are processes
         self._job, self.ranks, self.limit_s = job, tuple(ranks), limit_s
+        self.trace = job.trace
         self._tag = 2 * (crc32(name.encode()) % _MAX_GROUP_TAG)
         self._threaded = threaded and len(self.ranks) > 1
         link = job.link.create_group(self.ranks, self._tag)
@@ -50,6 +51,7 @@ class Communicator:
             partial(end_after_loss, job),
             begun=None if threaded else share_begun(self.world),
             has_thread=job.concurrent and len(self.ranks) > 1,
+            trace=job.trace,
         )
         self.set_limit(limit_s)
 

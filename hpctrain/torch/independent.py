@@ -37,16 +37,19 @@ def watch_training(environ: Mapping[str, str]) -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    start = os.getpid()
+    start, is_first_step = os.getpid(), True
 
     def report_once(*_: Any) -> None:
+        nonlocal is_first_step
+        if not is_first_step:  # it stays: PyTorch iterates over the hooks that it calls
+            return
         from hpctrain.torch import ranks
 
-        handle.remove()
+        is_first_step = False
         if os.getpid() == start and _trains_alone(ranks.variables != {}):
             say(text(job, ranks.variables != {}), err=True)
 
-    handle = register_optimizer_step_post_hook(report_once)
+    register_optimizer_step_post_hook(report_once)
 
 
 def _trains_alone(has_variables: bool) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.progress import Operation
 from hpctrain.torch.tensors import own_stream
 from hpctrain.torch.work import FinishedWork, RunningWork
+from hpctrain.watch.trace import Trace
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 _FINISHED = FinishedWork()
@@ -34,6 +36,7 @@ class Operations:
         self.communicator = communicator
         self._compares_calls = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self._coalesced: list[RunningWork] | None = None
+        self._backward = -1  # the number of the last backward pass with an operation
 
     @property
     def group(self) -> Group:
@@ -62,12 +65,30 @@ class Operations:
         if not _is_async(opts):
             self.communicator.progress.run(operation, nbytes, call)
             return _FINISHED
+        if self.communicator.trace.is_recording:
+            self._record_wait(self.communicator.trace)
         if torch.is_inference_mode_enabled():  # each thread has a mode of its own
             call = torch.inference_mode()(call)
         work = self.communicator.progress.start(Operation(operation, nbytes, call), list(tensors))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _record_wait(self, trace: Trace) -> None:
+        """Record the wait of DDP at the end of the backward pass that this call is in, once.
+
+        A callback at that end comes before DDP's, which waits; one that it queues comes after.
+        """
+        task = torch._C._current_graph_task_id()
+        if task in (-1, self._backward):
+            return
+        self._backward, queue = task, torch.autograd.Variable._execution_engine.queue_callback
+
+        def begin() -> None:
+            start_s = perf_counter()
+            queue(lambda: trace.add("wait for gradients", "wait", start_s, perf_counter()))
+
+        queue(begin)
 
     def signature(self, text: str) -> Signature | None:
         """Return the signature of a call if ranks compare them."""

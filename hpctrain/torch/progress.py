@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from hpctrain.transport.device import gpus
 from hpctrain.transport.mpi.calls import MpiCalls, calls_of
 from hpctrain.transport.pace import SPIN_S, Pace
 from hpctrain.watch import Entry, WatchRecord
+from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 ALL_RANKS = -1
@@ -93,6 +95,7 @@ class Progress:
         *,
         begun: Begun | None,
         has_thread: bool,
+        trace: Trace,
     ):
         """`begun`: without it the thread begins operations at once, whatever other ranks do.
 
@@ -110,7 +113,7 @@ class Progress:
         self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_aborted = False
-        self._quiet = make_quiet_runner()
+        self._quiet, self._trace = make_quiet_runner(), trace
         self._runner = 0  # the thread that runs waiting operations now
 
     def run(self, name: bytes, nbytes: int, call: Callable[[], Any]) -> None:
@@ -263,12 +266,16 @@ class Progress:
         """Call while no other collective of the group runs, with a note in the watch's record."""
         with self._lock:
             self._entry.enter(name, ALL_RANKS, nbytes)
+            start_s = perf_counter()
             try:
                 self._quiet(call)
             except LostRankError:
                 self._on_loss()
             finally:
                 self._entry.leave()
+                if self._trace.is_recording:
+                    args = {"bytes": nbytes}
+                    self._trace.add(name.decode(), "wire", start_s, perf_counter(), args)
 
     @contextmanager
     def _recorded_in(self, entry: Entry) -> Iterator[None]:

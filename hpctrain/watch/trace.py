@@ -82,9 +82,14 @@ class Trace:
         """Return a context manager that records the enclosed block."""
         return OpenSpan(self, name, category, args)
 
-    def spans(self) -> list[Span]:
-        """Return the recorded spans, in the order of their ends."""
-        return list(map(Span._make, self._spans))
+    @property
+    def is_recording(self) -> bool:
+        """Whether spans of the present step are recorded."""
+        return self._recording
+
+    def spans(self, first: int = 0) -> list[Span]:
+        """Return the recorded spans from number `first` on, in the order of their ends."""
+        return list(map(Span._make, self._spans[first:]))
 
     def _record_span(
         self, name: str, category: str, start: float, stop: float, args: SpanArgs | None

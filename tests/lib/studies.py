@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from hpctrain.core.run_files import run_folder
 from hpctrain.tools.scaling import collect
 from hpctrain.tools.scaling.study import Study
+from hpctrain.tools.scaling.subject import RecipeSubject
 from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tools.scaling.trials import local_runner
 from hpctrain.training import recipe
 
 COLD = 3.0  #: warm-up takes so many times as long, and must not count
 SPEC = recipe.load("digits")
+SUBJECT = RecipeSubject(SPEC)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def runner(times, calls, failing=()):
     `times` tells the Times of a number of ranks and a repeat; sizes in `failing` say why they fail.
     """
 
-    def run(command, log, threads, limit_s=0.0, on_poll=None):
+    def run(command, log, threads, limit_s=0.0, on_poll=None, variables=None):
         words = [str(word) for word in command]
         ranks = int(words[words.index("-n") + 1])
         if "train" not in words:

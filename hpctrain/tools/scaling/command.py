@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.jobs.request import must_have_one_subject
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import atomic, progress
 from hpctrain.core.errors import UsageError
@@ -20,17 +21,15 @@ from hpctrain.core.fitted_table import PlainConsole, fit_table, print_table
 from hpctrain.core.printing import say
 from hpctrain.core.run_files import folder_lock, run_folder
 from hpctrain.core.strict_json import to_json
-from hpctrain.gradients.precision import master_dtype
 from hpctrain.tools.scaling import trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import live_table, tables
 from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.results import Result, evaluate
 from hpctrain.tools.scaling.study import Study, StudyFolder, extend_study, lock_folder
+from hpctrain.tools.scaling.subject import Subject, make_subject
 from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tools.scaling.trials import local_runner, runner, slurm_runner
-from hpctrain.training import recipe, runs
-from hpctrain.training.recipe import Recipe
 from hpctrain.transport import machine
 from hpctrain.transport.placement import core_binding
 
@@ -48,8 +47,9 @@ def scale(options: Mapping[str, Any]) -> int:
 
     Raises UsageError before anything is run.
     """
-    spec = recipe.load(options["recipe"], options["sets"])
-    requested_study = make_study(spec, options)
+    must_have_one_subject(options["recipe"], options["program"])
+    subject = make_subject(options)
+    requested_study = make_study(subject, options)
     folder_path = options["out"] or run_folder.default_path(
         f"scale-{requested_study.name}-{requested_study.mode}"
     )
@@ -58,12 +58,12 @@ def scale(options: Mapping[str, Any]) -> int:
         study = extend_study(requested_study, folder.load(), folder_path)
         folder.save(study)
         try:
-            study = _run_missing_trials(folder, study, spec)
+            study = _run_missing_trials(folder, study, subject)
         except KeyboardInterrupt:
             if (partial_study := folder.load()) and partial_study.steps:
-                _write_result(folder, partial_study, spec, with_plots)
+                _write_result(folder, partial_study, subject, with_plots)
             raise
-        result, files = _write_result(folder, study, spec, with_plots)
+        result, files = _write_result(folder, study, subject, with_plots)
     print_table(tables.table(result), DEFAULT_WIDTH)
     for name, text in tables.facts(result).items():
         say(f"{name}: {text}")
@@ -88,7 +88,7 @@ def _lock_or_show(folder_path: Path) -> Iterator[StudyFolder]:
         raise
 
 
-def make_study(spec: Recipe, options: Mapping[str, Any]) -> Study:
+def make_study(subject: Subject, options: Mapping[str, Any]) -> Study:
     """Return the study that `options` ask for; raise UsageError for one that cannot run."""
     platform, mode = options["on"], options["mode"]
     link = options["link"] or ("1gbit" if platform == "netlab" else None)
@@ -104,23 +104,21 @@ def make_study(spec: Recipe, options: Mapping[str, Any]) -> Study:
     for option in ("repeats", "steps"):
         if options[option] is not None and options[option] < 1:
             raise UsageError(f"--{option}: expected 1 or more, seen {options[option]}")
-    batch = trial_recipe.choose_batch(spec, mode, size_list)
-    trial_recipe.check_divisible(spec, mode, batch, size_list)
+    batch, gradient_bytes = subject.measure(mode, size_list)
     mpi = local_runner.must_work(platform, size_list, link)
     cores = None if platform == "slurm" else len(os.sched_getaffinity(0))
     # A rank's share of the cores when the largest size runs.
     threads = None if cores is None else max(1, cores // max(size_list).ranks)
-    model = runs.build_model(spec, spec.data.load(spec.run.seed))
     study = Study(
-        name=spec.run.name,
+        name=subject.name,
         mode=mode,
         on=platform,
         link=link,
         sizes=tuple(size_list),
         repeats=options["repeats"],
-        tables=spec.tables,
+        tables=subject.tables,
         batch=batch,
-        gradient_bytes=int(model.parameter_count * master_dtype(spec.run.precision).itemsize),
+        gradient_bytes=gradient_bytes,
         machine=_machine_facts(mpi),
         threads=core_binding.user_blas_threads(os.environ) or threads,
         cores=cores,
@@ -173,21 +171,20 @@ def _print_progress(folder: StudyFolder) -> None:
         console.print(fit_table(status_table, console))
 
 
-def _run_missing_trials(folder: StudyFolder, study: Study, spec: Recipe) -> Study:
+def _run_missing_trials(folder: StudyFolder, study: Study, subject: Subject) -> Study:
     """Run the missing trials; return the study with its number of steps."""
-    if study.steps and not runner.missing_trials(folder, study):
+    is_known = bool(study.steps and study.gradient_bytes)
+    if is_known and not runner.missing_trials(folder, study):
         return study
     with LiveView(study) as view:
         _log_study_folder(folder, study, view)
-        if study.steps is None:
-            study = runner.run_pilots(folder, study, spec, view)
+        if not is_known:
+            study = runner.run_pilots(folder, study, subject, view)
             folder.save(study)
-        for deviation in trial_recipe.describe_deviations(
-            spec, study.mode, study.batch, study.timing, study.threads
-        ):
+        for deviation in subject.deviations(study):
             view.log_line(logging.INFO, f"# {deviation}")
         view.set_study(study, runner.statuses(folder, study))
-        for _ in _start_trials(folder, study, spec, view):
+        for _ in _start_trials(folder, study, subject, view):
             pass
     return study
 
@@ -206,12 +203,14 @@ def _log_study_folder(folder: StudyFolder, study: Study, view: LiveView) -> None
 
 
 def _start_trials(
-    folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
+    folder: StudyFolder, study: Study, subject: Subject, view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     if study.on == "slurm":
-        return slurm_runner.trials(folder, study, spec, runner.missing_trials(folder, study), view)
+        return slurm_runner.trials(
+            folder, study, subject, runner.missing_trials(folder, study), view
+        )
     runner.measure_links(folder, study, view)
-    return runner.trials(folder, study, spec, view)
+    return runner.trials(folder, study, subject, view)
 
 
 def collect_result(folder: StudyFolder, study: Study) -> Result:
@@ -224,14 +223,11 @@ def collect_result(folder: StudyFolder, study: Study) -> Result:
 
 
 def _write_result(
-    folder: StudyFolder, study: Study, spec: Recipe, with_plots: bool
+    folder: StudyFolder, study: Study, subject: Subject, with_plots: bool
 ) -> tuple[Result, list[Path]]:
     """Write the result of the trials so far; return it, and the files."""
     result = collect_result(folder, study)
-    deviations = list(
-        trial_recipe.describe_deviations(spec, study.mode, study.batch, study.timing, study.threads)
-    )
-    return result, write(folder.path, result, deviations, with_plots)
+    return result, write(folder.path, result, [*subject.deviations(study)], with_plots)
 
 
 def can_draw() -> bool:

@@ -219,7 +219,8 @@ class GradientSync:
         if entry is not None:
             entry.enter(GRADIENTS_CALL, ALL_RANKS, self._planes.nbytes)
         try:
-            self._planes.wait()
+            with self.world.trace.span("wait for gradients", "wait"):
+                self._planes.wait()
         finally:
             if entry is not None:
                 entry.leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import studies
-from studies import SPEC, Times, study
+from studies import SUBJECT, Times, study
 
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.scaling.output.live_table import LiveView
@@ -16,12 +16,12 @@ SIZE = "00001-ranks-00001-nodes"
 
 
 def trials(folder, of, view):
-    return list(runner.trials(folder, of, SPEC, view))
+    return list(runner.trials(folder, of, SUBJECT, view))
 
 
 def slurm_trials(folder, of, view):
     missing = runner.missing_trials(folder, of)
-    return list(slurm_runner.trials(folder, of, SPEC, missing, view))
+    return list(slurm_runner.trials(folder, of, SUBJECT, missing, view))
 
 
 ROWS = (
@@ -31,7 +31,7 @@ ROWS = (
     (trials, "recipes", "."),
     (slurm_trials, "trials", f"{SIZE}/repeat-0"),
     (slurm_trials, f"trials/{SIZE}/repeat-0.job", "."),
-    (lambda folder, of, view: runner.run_pilots(folder, of, SPEC, view), "pilots", SIZE),
+    (lambda folder, of, view: runner.run_pilots(folder, of, SUBJECT, view), "pilots", SIZE),
 )
 
 

@@ -18,7 +18,7 @@ import pytest
 from browser import BROWSER, LOOK, browse, painted
 from click import Abort
 from matplotlib import image
-from studies import SPEC, Times, runner, study, write
+from studies import SUBJECT, Times, runner, study, write
 
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.commands.scale import scale
@@ -314,7 +314,7 @@ def conducted(folder, of, monkeypatch, times=amdahl, failing=()):
     calls = []
     monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
     with LiveView(of) as view:
-        list(trial_runner.trials(folder, of, SPEC, view))
+        list(trial_runner.trials(folder, of, SUBJECT, view))
     return calls
 
 
@@ -347,7 +347,7 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
     monkeypatch.setattr(local_runner, "run", runner(times, calls))
     of = study(steps=None)
     with LiveView(of) as view:
-        result = trial_runner.run_pilots(StudyFolder(tmp_path), of, SPEC, view)
+        result = trial_runner.run_pilots(StudyFolder(tmp_path), of, SUBJECT, view)
     assert (result.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 

@@ -10,7 +10,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from studies import SPEC, Times, study, write
+from studies import SUBJECT, Times, study, write
 
 from hpctrain.cluster.slurm import submit
 from hpctrain.cluster.slurm.submit import JobState
@@ -68,7 +68,7 @@ class MadeUp:
 def run(folder, of):
     missing = runner.missing_trials(folder, of)
     with LiveView(of) as view:
-        return list(slurm_runner.trials(folder, of, SPEC, missing, view))
+        return list(slurm_runner.trials(folder, of, SUBJECT, missing, view))
 
 
 def of_nodes(*nodes, **changes):

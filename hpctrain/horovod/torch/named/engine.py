@@ -63,7 +63,8 @@ class Engine:
         self.world = make_world(job, self.ranks, tag, settings.threaded)
         nap_while_waiting(self.world.main, settings.limit_s, settings.threaded)
         self._messages = Messages(job.link.create_group(self.ranks, tag + 1), self.ranks)
-        self._execution = Execution(self.world, self.ranks, settings)
+        self._trace = job.trace
+        self._execution = Execution(self.world, self.ranks, settings, self._trace)
         assert job.threads.record is not None  # ranks are processes
         self._record = job.threads.record.entry("horovod")
         self._gpu, self._has_thread = job.gpu, job.concurrent and len(self.ranks) > 1
@@ -122,7 +123,8 @@ class Engine:
         if is_recorded:
             self._record.enter(entry.request.name.encode()[:24], ALL_RANKS, 0)
         try:
-            Pace(SPIN_S, limit_s).until(partial(self._poll, entry), self._check)
+            with self._trace.span("wait for operations", "wait"):
+                Pace(SPIN_S, limit_s).until(partial(self._poll, entry), self._check)
         except TimeoutError:
             self._break(f"'{entry.request.name}', {entry.request}: not over within {limit_s:g} s")
         finally:

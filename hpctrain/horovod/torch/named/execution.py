@@ -35,6 +35,7 @@ from hpctrain.horovod.torch.named.settings import Settings
 from hpctrain.torch import collectives
 from hpctrain.torch.operations import for_each
 from hpctrain.torch.tensors import as_array, as_bytes, copy_back, own_stream
+from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 Tensor: TypeAlias = torch.Tensor
@@ -48,8 +49,9 @@ class Execution:
 
     timeline: ClassVar[Any] = None  #: see timeline.py; None: nothing is written
 
-    def __init__(self, world: World, ranks: Sequence[int], settings: Settings):
-        """`ranks`: the global rank of each rank of `world`."""
+    def __init__(self, world: World, ranks: Sequence[int], settings: Settings, trace: Trace):
+        """`ranks`: the global rank of each rank of `world`. `trace`: of the job."""
+        self._trace = trace
         self._world, self._group, self._ranks = world, world.main, tuple(ranks)
         self._fusion_bytes, self._is_ordered = settings.fusion_bytes, settings.is_ordered
         self._agreed: list[Agreed] = []
@@ -136,6 +138,7 @@ class Execution:
             for entry in entries:
                 entry.fail(f"{entry.request}: {error}", error)
         stop_s = perf_counter()
+        self._trace.add(f"{batch[0][0].kind} ({len(batch)})", "wire", start_s, stop_s)
         for entry in entries:
             self._entries.pop(entry.request.name, None)
             entry.is_over = True

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster.launch import MpiInstallation, find_mpi
@@ -58,12 +58,13 @@ def must_work(on: str, sizes: Sequence[Size], link: str | None) -> MpiInstallati
 
 
 def line(study: Study, size: Size, arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs `hpctrain ARGUMENTS` on the ranks of `size`."""
+    """Return the command that runs `hpctrain ARGUMENTS`, or `-- PROGRAM`, on ranks of `size`."""
     program = module_command("hpctrain")
     if study.on == "local":
         return [*program, "launch", "-n", str(size.ranks), *arguments]
     hosts = ["--hosts", str(size.nodes), "--ranks-per-host", str(size.per_node)]
-    return [*program, "netlab", *hosts, "--link", str(study.link), "--", *program, *arguments]
+    words = arguments if arguments[0] == "--" else ["--", *program, *arguments]
+    return [*program, "netlab", *hosts, "--link", str(study.link), *words]
 
 
 def run(
@@ -72,13 +73,16 @@ def run(
     threads: int | None,
     limit_s: float = LIMIT_S,
     on_poll: Callable[[], None] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> int:
     """Run `command` to its end with its output in `log`; return its exit code.
 
     Meanwhile `on_poll` is called every POLL_S. A command that takes longer than `limit_s` is
     stopped, and `log` reports it.
     """
-    environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL}
+    environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL} | {
+        **(variables or {})
+    }
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     with opening.create(log, LEVELS) as out:

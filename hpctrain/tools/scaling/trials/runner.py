@@ -18,13 +18,13 @@ from pathlib import Path
 from hpctrain.cluster.slurm import submit
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench.prediction import measurements
-from hpctrain.tools.scaling import collect, trial_recipe
+from hpctrain.tools.scaling import collect
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output.live_table import RUNNING, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import Study, StudyFolder, TrialKey
+from hpctrain.tools.scaling.subject import Subject
 from hpctrain.tools.scaling.trial_recipe import Size, Timing
 from hpctrain.tools.scaling.trials import local_runner
-from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.model.loggp import Wire
 
 PILOT_STEPS = 10
@@ -32,17 +32,21 @@ TRIAL_S, MIN_STEPS, MAX_STEPS = 2.0, 20, 3000  #: seconds that are timed per tri
 MESSAGES = "4B,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
-def run_pilots(folder: StudyFolder, study: Study, spec: Recipe, view: LiveView) -> Study:
-    """Return the study with its steps: about TRIAL_S on the slower of its two extreme sizes."""
+def run_pilots(folder: StudyFolder, study: Study, subject: Subject, view: LiveView) -> Study:
+    """Return the study with its steps: about TRIAL_S on the slower of its two extreme sizes.
+
+    The pilots of a script also show its batch, and the bytes of its gradients.
+    """
     timing, step_times = Timing.of(PILOT_STEPS), []
-    for size in sorted({min(study.sizes), max(study.sizes)}):
+    pilots = {size: folder.pilot(size) for size in sorted({min(study.sizes), max(study.sizes)})}
+    for size, out in pilots.items():
         view.show_activity(f"pilot on {size.text}")
-        outcome = _train_trial(folder, study, spec, size, folder.pilot(size), timing)
+        outcome = _train_trial(folder, study, subject, size, out, timing)
         if isinstance(outcome, TrialResult):
             step_times.append(outcome.step_s)
     step_count = TRIAL_S / max(step_times) if step_times else MIN_STEPS
     steps = round(min(max(step_count, MIN_STEPS), MAX_STEPS) / 10) * 10
-    return replace(study, steps=steps)
+    return replace(study, steps=study.steps or steps, **subject.pilot_facts(study, pilots))
 
 
 def measure_links(folder: StudyFolder, study: Study, view: LiveView) -> None:
@@ -132,7 +136,7 @@ def trial(folder: StudyFolder, study: Study, repeat: int, size: Size) -> TrialRe
 
 
 def trials(
-    folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
+    folder: StudyFolder, study: Study, subject: Subject, view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     """Run the missing trials; yield the outcome of each."""
     failed_sizes: set[Size] = set()
@@ -144,7 +148,7 @@ def trials(
         out = folder.trial(size, repeat)
         view.update({key: TrialStatus(RUNNING)})
         on_poll = partial(_show_progress, view, key, out) if view.is_drawn else None
-        outcome = _train_trial(folder, study, spec, size, out, study.timing, on_poll)
+        outcome = _train_trial(folder, study, subject, size, out, study.timing, on_poll)
         if isinstance(outcome, Gap):
             failed_sizes.add(size)
         view.update({key: TrialStatus.from_outcome(outcome)})
@@ -159,7 +163,7 @@ def _show_progress(view: LiveView, key: TrialKey, out: Path) -> None:
 def _train_trial(
     folder: StudyFolder,
     study: Study,
-    spec: Recipe,
+    subject: Subject,
     size: Size,
     out: Path,
     timing: Timing,
@@ -167,10 +171,9 @@ def _train_trial(
 ) -> TrialResult | Gap:
     """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
     folder.make_room(out)
-    timed_recipe = trial_recipe.make_trial_recipe(spec, study.mode, study.batch, size, timing)
-    file = folder.recipe(size, timed_recipe.toml()).absolute()
-    arguments = ["train", str(file), "--out", str(out.absolute())]
+    arguments, variables = subject.command(folder, study, size, out, timing)
     line = local_runner.line(study, size, arguments)
-    local_runner.run(line, collect.log_path(out), study.threads, on_poll=on_poll)
+    log_path = collect.log_path(out)
+    local_runner.run(line, log_path, study.threads, on_poll=on_poll, variables=variables)
     collect.remove_checkpoints(out)
     return collect.read_trial(out, timing)

@@ -30,12 +30,12 @@ from hpctrain.cluster.slurm.submit import END_STATES, POLL_INTERVAL_S
 from hpctrain.core import opening
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.run_files import run_folder
-from hpctrain.tools.scaling import collect, trial_recipe
+from hpctrain.tools.scaling import collect
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output.live_table import RUNNING, SUBMITTED, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import Study, StudyFolder, TrialKey
+from hpctrain.tools.scaling.subject import Subject
 from hpctrain.tools.scaling.trial_recipe import Size
-from hpctrain.training.recipe import Recipe
 
 TIME = "0:30:00"  #: of each job, unless one is asked for
 STEPS = 200  #: timed per trial: a pilot would have to queue for itself
@@ -67,13 +67,13 @@ def must_render(study: Study) -> None:
 
 
 def trials(
-    folder: StudyFolder, study: Study, spec: Recipe, missing: list[TrialKey], view: LiveView
+    folder: StudyFolder, study: Study, subject: Subject, missing: list[TrialKey], view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     """Submit missing trials that are not under way; yield the outcome of each."""
     waiting: dict[TrialKey, int] = {}
     try:
         for key in missing:
-            if (job := _job_for(folder, study, spec, key)) is None:
+            if (job := _job_for(folder, study, subject, key)) is None:
                 yield _outcome(folder, study, key, view)
             else:
                 waiting[key] = job
@@ -87,13 +87,13 @@ def trials(
         raise
 
 
-def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey) -> int | None:
+def _job_for(folder: StudyFolder, study: Study, subject: Subject, key: TrialKey) -> int | None:
     """Return the job of a trial, a new one if none is under way; None where it is refused."""
     out = folder.trial(key[1], key[0])
     job_folder = collect.job_folder(out)
     folder.make_folders_of(job_folder / submit.JOBS_FILE if job_folder.exists() else job_folder)
     try:
-        return _open_job(study, key, out) or _submit_trial(folder, study, spec, key, out)
+        return _open_job(study, key, out) or _submit_trial(folder, study, subject, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
         collect.write_log(out, " ".join(str(error).split()))
         return None
@@ -158,15 +158,14 @@ def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
     )
 
 
-def _submit_trial(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out: Path) -> int:
+def _submit_trial(
+    folder: StudyFolder, study: Study, subject: Subject, key: TrialKey, out: Path
+) -> int:
     """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
     folder.make_room(out, collect.job_folder(out))
     opening.remove(collect.log_path(out), collect.LEVELS)
-    timed_recipe = trial_recipe.make_trial_recipe(
-        spec, study.mode, study.batch, key[1], study.timing
-    )
-    file = folder.recipe(key[1], timed_recipe.toml()).absolute()
-    job = _job(study, key[1], str(file), str(out.absolute()), _job_name(study, key, out))
+    (_, file, *_), _ = subject.command(folder, study, key[1], out, study.timing)
+    job = _job(study, key[1], file, str(out.absolute()), _job_name(study, key, out))
     with _defer_interrupt():
         jobs = collect.job_folder(out)
         return submit.submit_script(render(job, _site(study), jobs), jobs)
