@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,12 +56,13 @@ class Trial:
     samples: int | None  #: of a step on all ranks; None: those that DataLoaders yield
 
 
-def watch(environ: Mapping[str, str]) -> None:
-    """Let the steps of this process be recorded, if a variable asks for it."""
-    if TRIAL in environ:
-        TrialRecorder(Trial(**json.loads(environ[TRIAL]))).watch()
-    elif TRACE in environ:
-        TraceRecorder(Path(environ[TRACE])).watch()
+def watch(environ: MutableMapping[str, str]) -> None:
+    """Let the steps of this process be recorded, if a variable asks for it; not of its children."""
+    trial, folder = environ.pop(TRIAL, ""), environ.pop(TRACE, "")
+    if trial:
+        TrialRecorder(Trial(**json.loads(trial))).watch()
+    elif folder:
+        TraceRecorder(Path(folder)).watch()
 
 
 class Recorder:

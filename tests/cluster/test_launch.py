@@ -106,7 +106,12 @@ def test_a_program_follows_two_dashes(monkeypatch, words):
     observed = []
     monkeypatch.setattr(module, "launch_program", lambda *call: observed.append(call) or 5)
     result = CliRunner().invoke(launch_command, ["-n", "4", "--", *words.split()])
-    assert (observed, result.exit_code) == ([(4, tuple(words.split()), LossPolicy())], 5)
+    assert (observed, result.exit_code) == ([(4, tuple(words.split()), LossPolicy(), None)], 5)
+
+
+def test_a_recipe_has_a_trace_of_its_own():
+    result = CliRunner().invoke(launch_command, ["-n", "2", "--trace", "out", "train", "digits"])
+    assert result.exit_code == 2 and "a recipe has train --trace" in result.output
 
 
 @pytest.mark.parametrize(

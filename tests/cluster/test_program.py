@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
 import pytest
 
-from hpctrain.cluster.program import is_python, rank_command
+from hpctrain.cluster.program import TRACE_VARIABLE, is_python, rank_command, traced
 
 PROGRAMS = {
     "python": ("", True),
@@ -43,6 +44,19 @@ def test_the_port_is_kept_until_the_job_has_ended(hosts, host):
             other.bind(("", int(port)))
         with socket.create_server(("", int(port))):  # as PyTorch's store does
             pass
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_trace_that_nobody_wrote_is_told(tmp_path, capsys, writes):
+    file = tmp_path / "out/trace.json"
+    file.parent.mkdir()
+    file.touch()  # of an earlier job
+    with traced(file.parent):
+        assert os.environ[TRACE_VARIABLE] == str(file.parent) and not file.exists()
+        if writes:
+            file.touch()
+    assert TRACE_VARIABLE not in os.environ
+    assert ("no trace.json in" in capsys.readouterr().err) != writes
 
 
 def test_other_programs_are_unchanged():
