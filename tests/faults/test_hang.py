@@ -208,9 +208,15 @@ def test_records_of_other_nodes_reach_the_report(start, tmp_path, does):
         assert "rank 3 on " in text and "computes: heartbeat" in text
         assert [rank["state"] for rank in facts(tmp_path / "run")["ranks"]] == ["dead"] * 4
         assert facts(tmp_path / "run")["waited_for"] == [3]
+        assert re.fullmatch(
+            r"3 of 4 ranks wait at barrier \(<string>:\d+ <module>\); rank 3 is where the bug is "
+            r"\(alive, computing, perhaps only slow\)",
+            text.splitlines()[-1],
+        )
     else:
         assert report["missing"] == [{"rank": 2, "node": "n1"}, {"rank": 3, "node": "n1"}]
         assert "rank 3: no record came from its node n1: is the node lost?" in text
+        assert text.endswith("where the bug is cannot be known: see ranks 2-3 (no record)")
 
 
 @pytest.mark.processes
