@@ -9,7 +9,9 @@ per core that compute. Steps are of DDP with SGD: an MLP of 10 M parameters, and
 `--hosts N`: one rank on each host of a netlab (root), where links are slow and gloo's step and ours
 wait for the same wire.
 With `--device cuda` tensors are on a GPU, and nccl is measured too. Not run on a GPU yet.
-Needs PyTorch (`make test-guests` makes an environment that has it).
+Needs PyTorch (`make test-guests` makes an environment that has it). With commux, a backend on UCX,
+it is measured too, but for DDP, since it has no all-gather: `pip install --no-deps commux`. Its
+wheel is built for one PyTorch: that of 0.2.1 loads with torch 2.12 alone.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from hpctrain.core import launchers
 from hpctrain.world import World
 
 LENGTHS = {4: 300, 1 << 10: 300, 1 << 20: 20, 16 << 20: 3, 64 << 20: 1}  # bytes: calls per round
+MOVED = {4: 300, 1 << 20: 20, 16 << 20: 3}  # the same for broadcasts and messages
 ALL_CORES = range(os.cpu_count() or 1)
 
 
@@ -59,6 +62,9 @@ def main() -> None:
     if arguments.device == "cuda":
         torch.set_default_device(f"cuda:{world.local_rank % torch.cuda.device_count()}")
         groups["nccl"] = dist.new_group(backend="nccl")
+    if has_commux(world):
+        groups["commux"] = dist.new_group(backend="commux")
+    check_sums(groups)
     burners = start_burners(arguments.busy) if world.rank == 0 else []
     try:
         rows = [
@@ -75,6 +81,8 @@ def main() -> None:
         place, claims = f"{place}-{arguments.busy}-busy", busy_claims
     elif arguments.hosts > 1:
         place, claims = f"{arguments.hosts}-hosts-{arguments.link}", hosts_claims
+    if "commux" in groups:
+        place += "-commux"
     name = f"torch-backend-{arguments.device}-{place}"
     about = {"torch": torch.__version__, "busy_processes_per_core": arguments.busy}
     report_result(world, name, rows, claims(rows) if world.rank == 0 else {}, **about)
@@ -92,6 +100,27 @@ def unbound() -> Iterator[None]:
         os.sched_setaffinity(0, bound)
 
 
+def has_commux(world: World) -> bool:
+    """Return whether commux is registered; rank 0 says why not."""
+    try:
+        import commux
+    except ImportError as error:  # it is not installed, or was built for another PyTorch
+        if world.rank == 0:
+            print(f"without commux: {error}; pip install --no-deps commux, for its PyTorch")
+        return False
+    commux.register(["commux"])
+    return True
+
+
+def check_sums(groups: dict[str, Any]) -> None:
+    """Exit unless every backend sums: a time of wrong sums says nothing."""
+    for name, group in groups.items():
+        x = torch.ones(1000)
+        dist.all_reduce(x, group=group)
+        if not bool((x == dist.get_world_size()).all()):
+            sys.exit(f"{name}: the sum of ones is {x}")
+
+
 def start_burners(count_per_core: int) -> list[subprocess.Popen[bytes]]:
     command = [sys.executable, "-c", "while True: pass"]
     with unbound():
@@ -104,6 +133,10 @@ def operations() -> dict[str, tuple[Callable[[Any], Callable[[], Any]], int, int
         f"all_reduce {nbytes}": (partial(make_all_reduce, nbytes), nbytes, calls)
         for nbytes, calls in LENGTHS.items()
     }
+    for nbytes, calls in MOVED.items():
+        table[f"broadcast {nbytes}"] = partial(make_broadcast, nbytes), 0, calls
+        table[f"send and back {nbytes}"] = partial(make_ping_pong, nbytes), 0, calls
+    table["barrier"] = lambda group: partial(dist.barrier, group=group), 0, 300
     table["DDP MLP, batch 32"] = partial(make_step, make_mlp, (32, 1024)), 0, 1
     table["DDP MLP, batch 32, no_sync"] = (
         partial(make_step, make_mlp, (32, 1024), syncs=False),
@@ -121,7 +154,8 @@ def measure(
     """Return a row for each group, measured in turns."""
     make, nbytes, calls = operation
     contexts = {"gloo unbound": unbound}
-    rivals = {group_name: make(group) for group_name, group in groups.items()}
+    named = {key: group for key, group in groups.items() if "DDP" not in name or key != "commux"}
+    rivals = {group_name: make(group) for group_name, group in named.items()}
     seconds = time_interleaved(world.link, rivals, rounds, calls=calls, contexts=contexts)
     rows = []
     for group_name, times in seconds.items():
@@ -136,6 +170,24 @@ def measure(
 def make_all_reduce(nbytes: int, group: Any) -> Callable[[], Any]:
     x = torch.zeros(nbytes // 4)
     return lambda: (dist.all_reduce(x, group=group), finish(x))
+
+
+def make_broadcast(nbytes: int, group: Any) -> Callable[[], Any]:
+    x = torch.zeros(nbytes // 4)
+    return lambda: (dist.broadcast(x, 0, group=group), finish(x))
+
+
+def make_ping_pong(nbytes: int, group: Any) -> Callable[[], Any]:
+    """Return a message to the neighbour, and one back; with an odd number the last rank waits."""
+    x, rank, partner = torch.zeros(nbytes // 4), dist.get_rank(), dist.get_rank() ^ 1
+    calls = (dist.send, dist.recv) if rank % 2 == 0 else (dist.recv, dist.send)
+
+    def ping_pong() -> None:
+        for call in calls if partner < dist.get_world_size() else ():
+            call(x, partner, group=group)
+        finish(x)
+
+    return ping_pong
 
 
 def finish(x: torch.Tensor) -> None:
