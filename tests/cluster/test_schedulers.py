@@ -242,6 +242,20 @@ def test_what_follows_a_part(case, name, tmp_path):
         assert completed.returncode == 0 and states("run")[-1] == "COMPLETED"
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_started_again_after_its_end(name, tmp_path):
+    program = ["sh", "-c", "echo $HPCTRAIN_RUN >>parts; [ $(wc -l <parts) = 2 ] || exit 75"]
+    options = ["--nodes", "2", "--out", "run"]
+    job, _ = output_of(name, "submit", *options, "--", *program).split()
+    completed = fake_schedulers.run_job(job, tmp_path)
+    successor = f"submitted again as {IDS[name][1]} for restart 1 of 20"
+    assert f"on request (of the program); {successor}" in completed.stdout, completed.stderr
+    assert fake_schedulers.run_job(IDS[name][1], tmp_path).returncode == 0
+    assert Path("parts").read_text() == f"{tmp_path}/run\n" * 2
+    assert states("run")[-1] == "COMPLETED" and ht.slurm.status("run")[-1]["status"] == "done"
+
+
 def change_limit(folder: Path, job: str) -> None:
     """Let PBS report a limit of a minute, as after qalter: less than the warning before its end."""
     path = folder / "jobs" / f"{job}.json"

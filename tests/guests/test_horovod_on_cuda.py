@@ -25,7 +25,7 @@ class Operations:
     """Entries of a rank, submitted in a stream of its own, and run in another."""
 
     def __init__(self, world):
-        self.execution = Execution(world, range(SIZE), Settings())
+        self.execution = Execution(world, range(SIZE), Settings(), world.trace)
         self.entries: dict[str, Entry] = {}
 
     def submit(self, kind, sources, targets, shapes=None, **fields):
