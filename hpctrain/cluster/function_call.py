@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from hpctrain.cluster.hosts import allocated_hosts
 from hpctrain.cluster.supervision import stop_launcher
-from hpctrain.core import launchers
+from hpctrain.core import atomic, files, launchers
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.core.rank_marks import end_with_parent
@@ -62,22 +62,28 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     shared = "." if len(allocated_hosts(os.environ)) > 1 else None
     with tempfile.TemporaryDirectory(prefix=".hpctrain-launch-", dir=shared) as path:
         folder = Path(path).absolute()
-        (folder / CALL).write_bytes(pickle.dumps(sys.path) + call)
+        atomic.replace(folder / CALL, pickle.dumps((sys.path, call)))
         rank_command = [*module_command("hpctrain.cluster.function_rank"), str(folder)]
         code = _run([*module_command("hpctrain"), "launch", "-n", str(ranks), "--", *rank_command])
-        if failures := [pickle.loads(file.read_bytes()) for file in folder.glob("error-*")]:
+        if failures := [load(file) for file in folder.glob("error-*")]:
             _raise(min(failures))
-        files = [result_path(folder, rank) for rank in range(ranks)]
-        missing = [rank for rank, file in enumerate(files) if not file.exists()]
+        results = [result_path(folder, rank) for rank in range(ranks)]
+        missing = [rank for rank, file in enumerate(results) if not file.exists()]
         if missing or code:
             lost = f"rank {missing[0]} gave no result" if missing else "a rank was lost"
             raise HpctrainError(f"ht.launch: {lost}: `hpctrain launch` ended with {code}")
-        return [pickle.loads(file.read_bytes()) for file in files]
+        return [load(file) for file in results]
 
 
 def result_path(folder: Path, rank: int) -> Path:
     """Return the file of the result of a rank."""
     return folder / f"result-{rank:05d}"
+
+
+def load(path: Path) -> Any:
+    """Return the object in a file that this user wrote."""
+    with files.open_regular(path, own=True) as file:
+        return pickle.load(file)
 
 
 def dump(value: Any) -> bytes:

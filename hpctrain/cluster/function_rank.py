@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from hpctrain.cluster.function_call import CALL, RankFailure, dump, result_path
+from hpctrain.cluster.function_call import CALL, RankFailure, dump, load, result_path
 from hpctrain.core import atomic, launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.transport import abort
@@ -26,9 +26,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     try:
-        with (folder / CALL).open("rb") as file:
-            sys.path[:] = pickle.load(file)
-            function, args = pickle.load(file)
+        sys.path[:], call = load(folder / CALL)
+        function, args = pickle.loads(call)
         sys.argv[:] = [""]
         atomic.replace(result_path(folder, rank), _dump_result(function(*args)))
     except BaseException as error:

@@ -256,7 +256,7 @@ class TrialRecorder(Recorder):
 
     def end(self) -> None:
         """Report a script that ended too early; one with an error has printed it."""
-        if not self._is_over and getattr(sys, "last_value", None) is None:
+        if not self._is_over and vars(sys).get("last_value") is None:
             total = self._trial.total
             self._fail(f"the script ended after {self.step} of {total} steps: let it train longer")
 

@@ -43,7 +43,7 @@ class Subject(Protocol):
     def command(
         self, folder: StudyFolder, study: Study, size: Size, out: Path, timing: Timing
     ) -> Command:
-        """Return what runs a trial of `size` into `out`."""
+        """Return the command of a trial of `size` into `out`."""
 
     def pilot_facts(self, study: Study, pilots: Mapping[Size, Path]) -> dict[str, Any]:
         """Return the fields of the study that its pilots have shown; raise UsageError."""
