@@ -35,7 +35,8 @@ _OFFLINE_VARIABLES = ("WANDB_MODE", "NEPTUNE_MODE", "SWANLAB_MODE", "MLFLOW_TRAC
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "FLUX_JOB_ID")
 _FORK_IS_DEFAULT = sys.version_info < (3, 14)
 _TORCHRUN_LINE = re.compile(
-    r"\bsrun\b.*\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)\b"
+    r"\bsrun\b.*(?<![-\w])"
+    r"(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)(?:\s|$)"
 )
 
 

@@ -181,6 +181,7 @@ RIGHT = {
     "offline by argument": ("juwels", {}, "import wandb\nwandb.init(mode='offline')"),
     "offline by the script": ("juwels", {}, "os.environ['WANDB_MODE'] = 'offline'\nimport wandb"),
     "srun alone": ("alps", {}, "#!/bin/bash\n# no torchrun under srun\nsrun python train.py"),
+    "an option": ("alps", {}, "#!/bin/bash\nsrun python deepspeed.py --deepspeed x.json"),
 }
 
 
