@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 MIB = 1 << 20
 COLUMNS, ROW_BYTES, CHUNK_ROWS = 3072, 12_288, 128
-PIECE_ROWS = 1024  #: written at once: a row group, or a shard
+PIECE_ROWS = 1024  #: written at once: a shard, or a large row group
 Rows = tuple[np.ndarray, np.ndarray]
 Table = dict[str, Any]
 
@@ -63,10 +64,6 @@ def write_hdf5(folder: Path, count: int, **keys: Any) -> Table:
     return {"path": str(folder / "d.h5"), "classes": 10}
 
 
-def write_gzip(folder: Path, count: int) -> Table:
-    return write_hdf5(folder, count, chunks=(CHUNK_ROWS, COLUMNS), compression=1)
-
-
 def read_hdf5(folder: Path, batch: int) -> Iterator[Rows]:
     import h5py
 
@@ -107,7 +104,7 @@ def _arrow_table(x: np.ndarray, y: np.ndarray) -> Any:
     return pa.table({"x": lists, "y": pa.array(y)})
 
 
-def write_parquet(folder: Path, count: int) -> Table:
+def write_parquet(folder: Path, count: int, group_rows: int = CHUNK_ROWS) -> Table:
     from pyarrow import parquet
 
     writer = None
@@ -116,7 +113,7 @@ def write_parquet(folder: Path, count: int) -> Table:
         writer = writer or parquet.ParquetWriter(
             folder / "d.parquet", table.schema, use_dictionary=False
         )
-        writer.write_table(table)
+        writer.write_table(table, group_rows)
     writer.close()
     return {"path": str(folder / "d.parquet"), "x": "x", "y": "y", "classes": 10}
 
@@ -207,9 +204,17 @@ class Format(NamedTuple):
 FORMATS = {
     "npy": Format("npy", write_npy, read_npy, ["numpy"]),
     "hdf5": Format("hdf5", write_hdf5, read_hdf5, ["h5py"]),
-    "hdf5, gzip": Format("hdf5", write_gzip, read_hdf5, ["h5py"]),
+    "hdf5, gzip": Format(
+        "hdf5",
+        partial(write_hdf5, chunks=(CHUNK_ROWS, COLUMNS), compression=1),
+        read_hdf5,
+        ["h5py"],
+    ),
     "zarr": Format("zarr", write_zarr, read_zarr, ["zarr"]),
     "parquet": Format("parquet", write_parquet, read_parquet, ["pyarrow"]),
+    "parquet, groups of 12 MiB": Format(
+        "parquet", partial(write_parquet, group_rows=PIECE_ROWS), read_parquet, ["pyarrow"]
+    ),
     "webdataset": Format("webdataset", write_webdataset, read_webdataset, ["webdataset"]),
     "safetensors": Format("safetensors", write_safetensors, read_safetensors, ["safetensors"]),
     "huggingface": Format("huggingface", write_huggingface, read_huggingface, ["datasets"]),

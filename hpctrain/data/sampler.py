@@ -25,33 +25,39 @@ import numpy as np
 from hpctrain.core.errors import UsageError
 from hpctrain.data.augment import AugmentedSamples
 from hpctrain.data.dataset import Samples
-from hpctrain.data.reading import ReadSamples, shuffled_rows_of
+from hpctrain.data.reading import ReadSamples, shuffled_rows_of, unwrap
 
 # Makes these streams others than other Philox streams with a key of (seed, small number).
 _INITIAL_COUNTER, _CHUNK_COUNTER = (0, 0, 0, 1), (0, 0, 0, 4)
-WINDOW_CHUNKS = 16  #: chunks whose samples are permuted together
+WINDOW_CHUNKS = 16  #: chunks whose samples are permuted together, unless they are large
 
 
-def order(seed: int, epoch: int, n: int, chunk_rows: int | None = None) -> np.ndarray:
+def order(
+    seed: int,
+    epoch: int,
+    n: int,
+    chunk_rows: int | None = None,
+    window_chunks: int = WINDOW_CHUNKS,
+) -> np.ndarray:
     """Return the order of `n` samples in `epoch`: a permutation, int64 (n,).
 
     Sorts the raw Philox stream keyed by (seed, epoch) (Salmon et al., 2011): NumPy guarantees these
     bits, while `Generator.permutation` may change with its version. With `chunk_rows` chunk c
     begins at sample c * chunk_rows. A second stream with the same key sorts the chunks, every
-    WINDOW_CHUNKS in a row are a window, and samples are sorted by window, then by their word.
+    `window_chunks` in a row are a window, and samples are sorted by window, then by their word.
     """
     words = _draw_words(seed, epoch, _INITIAL_COUNTER, n)
     if chunk_rows is None:
         return np.argsort(words, kind="stable")
-    windows = _windows(seed, epoch, -(-n // chunk_rows))
+    windows = _windows(seed, epoch, -(-n // chunk_rows), window_chunks)
     return np.lexsort((words, np.repeat(windows, chunk_rows)[:n]))
 
 
-def _windows(seed: int, epoch: int, chunks: int) -> np.ndarray:
+def _windows(seed: int, epoch: int, chunks: int, window_chunks: int) -> np.ndarray:
     """Return the window of each chunk, int32 (chunks,)."""
     windows = np.empty(chunks, np.int32)
     chunk_order = np.argsort(_draw_words(seed, epoch, _CHUNK_COUNTER, chunks), kind="stable")
-    windows[chunk_order] = np.arange(chunks) // WINDOW_CHUNKS
+    windows[chunk_order] = np.arange(chunks) // window_chunks
     return windows
 
 
@@ -116,10 +122,11 @@ class Sampler:
         drop_last: bool = False,
         *,
         chunk_rows: int | None = None,
+        window_chunks: int = WINDOW_CHUNKS,
     ) -> None:
         """Raise UsageError for fewer than 1 sample or batch, or a seed outside 0 .. 2**63 - 1.
 
-        `drop_last`: an epoch ends before a short batch. `chunk_rows`: see `order`.
+        `drop_last`: an epoch ends before a short batch. `chunk_rows`, `window_chunks`: see `order`.
         """
         n = n if order is None else len(order)
         _require(n >= 1, f"{n} samples; a data set needs at least 1")
@@ -130,7 +137,7 @@ class Sampler:
             _require(n >= batch, f"drop_last leaves none of {n} samples: batch is {batch}")
             n -= n % batch
         self.n, self.batch, self.seed, self.order = n, batch, seed, order
-        self.chunk_rows = chunk_rows
+        self.chunk_rows, self.window_chunks = chunk_rows, window_chunks
         self.steps_per_epoch = -(-n // batch)
         self._orders: dict[int, np.ndarray] = {}  # by epoch
 
@@ -139,7 +146,11 @@ class Sampler:
         """Return the Sampler of a training set."""
         chunk_rows = shuffled_rows_of(samples)
         own_order, drop_last = order_of(samples), dropped_batch(samples) > 0
-        return cls(len(samples), batch, seed, own_order, drop_last, chunk_rows=chunk_rows)
+        window_chunks = getattr(unwrap(samples), "window_chunks", WINDOW_CHUNKS)
+        return cls(
+            len(samples), batch, seed, own_order, drop_last,
+            chunk_rows=chunk_rows, window_chunks=window_chunks,
+        )  # fmt: skip
 
     def must_continue(self, chunk_rows: int | None) -> None:
         """Raise UsageError unless a run shuffled by chunks of `chunk_rows` has the same orders."""
@@ -176,7 +187,9 @@ class Sampler:
         if self.order is None and epoch not in self._orders:
             # Sorting a large set takes longer than a step; the epoch before may be read on.
             self._orders = {e: x for e, x in self._orders.items() if e == epoch - 1}
-            self.set_order(epoch, order(self.seed, epoch, self._samples, self.chunk_rows))
+            self.set_order(
+                epoch, order(self.seed, epoch, self._samples, self.chunk_rows, self.window_chunks)
+            )
         if epoch not in self._orders:  # of a worker that is an epoch or more apart from the others
             epoch = min(self._orders, key=lambda drawn: abs(drawn - epoch))
         return self._orders[epoch][first : first + steps * self.batch]
@@ -186,7 +199,8 @@ class Sampler:
         if self.chunk_rows is None:
             return np.zeros(len(indexes), np.int32)
         chunks = -(-self._samples // self.chunk_rows)
-        return _windows(self.seed, epoch, chunks)[indexes // self.chunk_rows]
+        windows = _windows(self.seed, epoch, chunks, self.window_chunks)
+        return windows[indexes // self.chunk_rows]
 
     def undrawn_epochs(self, first: int, last: int) -> list[int]:
         """Return the epochs of steps `first` .. `last` to be set; forget all before `first`."""

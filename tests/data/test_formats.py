@@ -20,7 +20,6 @@ from data_files import ROWS, WRITERS, npy_bytes, png, write, write_tar
 from hpctrain import data
 from hpctrain.core.errors import DataError, UsageError
 from hpctrain.data import node_rows
-from hpctrain.data import sampler as sampling
 from hpctrain.data.formats import arrays, blocks, libraries, zarr_store
 from hpctrain.data.formats.samples import FileSamples, divide_rows
 from hpctrain.data.sampler import Sampler
@@ -105,7 +104,6 @@ def test_pieces_end_within_chunks_which_are_decoded_once(tmp_path, monkeypatch, 
 
 
 def test_chunks_of_a_window_that_two_fills_share_are_decoded_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "WINDOW_CHUNKS", 2)
     monkeypatch.setattr(node_rows, "PIECE_BYTES", 1)  # of rows: pieces are single samples
     table, decoded, block = (
         write("hdf5, gzip", tmp_path, SAMPLES["float32"], Y),
@@ -118,17 +116,29 @@ def test_chunks_of_a_window_that_two_fills_share_are_decoded_once(tmp_path, monk
             decoded.append(number)
         return block(self, number)
 
-    sampler, shares = Sampler(N, 5, seed=0, chunk_rows=ROWS), node_rows.Shares((0,), 1, 1)
-    layout = node_rows.choose_layout(load(table).train, sampler, shares, 1 << 20, 3)
+    monkeypatch.setattr(blocks, "CACHE_BYTES", 3 * ROWS * SAMPLES["float32"][0].nbytes)
+    train = load(table, shuffle="chunks").train
+    sampler, shares = Sampler.of(train, 5, seed=0), node_rows.Shares((0,), 1, 1)
+    assert sampler.window_chunks == 2
+    layout = node_rows.choose_layout(train, sampler, shares, 1 << 20, 3)
     slot = layout.arrays(np.zeros(layout.slot_bytes, np.uint8))
     monkeypatch.setattr(blocks.Blocks, "_block", note_block)
-    monkeypatch.setattr(blocks, "CACHE_BYTES", 3 * ROWS * SAMPLES["float32"][0].nbytes)
     reader = node_rows.FillReader(load(table).train, sampler, layout, lambda: None)
     fills = list(layout.fills(sampler, 0, sampler.steps_per_epoch))
     for fill in fills:
         reader.read(fill, slot)
     assert len(fills) > 3
     assert sorted(decoded) == [*range(-(-N // ROWS))]
+
+
+@pytest.mark.parametrize("name, cache_rows, window", [
+    ("hdf5, gzip", 3 * ROWS, 2), ("parquet", ROWS, 1), ("zarr", 1000 * ROWS, 16),
+    ("webdataset", 1, 16), ("hdf5", 1, 16),
+])  # fmt: skip
+def test_windows_have_the_chunks_that_are_kept(tmp_path, monkeypatch, name, cache_rows, window):
+    monkeypatch.setattr(blocks, "CACHE_BYTES", cache_rows * SAMPLES["float32"][0].nbytes)
+    train = load(write(name, tmp_path, SAMPLES["float32"], Y), shuffle="chunks").train
+    assert Sampler.of(train, 5, seed=0).window_chunks == window
 
 
 PATTERNS = {

@@ -46,6 +46,7 @@ class Part(NamedTuple):
     note: str = ""  #: about the storage, for `data info`
     classes: int | None = None  #: of labels, where the file says so
     in_any_order: bool = False  #: `open_rows` takes rows in any order, several times, too
+    decodes_rows: bool = False  #: a row of a chunk is read and decoded without the others
 
 
 class FileArray:

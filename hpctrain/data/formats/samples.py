@@ -11,7 +11,9 @@ import numpy as np
 from hpctrain.core.errors import DataError, UsageError
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.data.dataset import as_targets, find_fault, find_value_fault
+from hpctrain.data.formats import blocks
 from hpctrain.data.formats.arrays import FileArray, Places
+from hpctrain.data.sampler import WINDOW_CHUNKS
 from hpctrain.data.stored import StoredSamples
 
 # Makes this stream another than other Philox streams with a key of (seed, number).
@@ -38,6 +40,14 @@ class FileSamples(StoredSamples):
     def chunk_rows(self) -> int | None:
         """The samples that the file stores, and decodes, together; None if it reads single rows."""
         return self.x.chunk_rows
+
+    @property
+    def window_chunks(self) -> int:
+        """The chunks that may be shuffled together so that each is decoded once per epoch."""
+        decoded = [part.chunk_rows or 0 for part in self.x.parts if not part.decodes_rows]
+        chunk_bytes = max(decoded, default=0) * self.x.dtype.itemsize * prod(self.x.shape[1:])
+        kept = blocks.CACHE_BYTES // chunk_bytes - 1 if chunk_bytes else WINDOW_CHUNKS
+        return max(1, min(WINDOW_CHUNKS, kept))  # beside them a chunk of the next window is kept
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) of the samples at `indexes`, integer y as int64; reads no others."""

@@ -105,7 +105,8 @@ def _probe_members(path: Path, index: Index, key: str) -> Part:
     must_be_numbers(first.dtype, (len(places), *first.shape), place)
     n, shape, dtype = len(places), first.shape, first.dtype
     open_rows = partial(_open_rows, path, key, places, shape, dtype)
-    return Part(place, (n, *shape), dtype, n, open_rows, counted(n, "member"))
+    note = counted(n, "member")
+    return Part(place, (n, *shape), dtype, n, open_rows, note, decodes_rows=True)
 
 
 def _read_member(file: BinaryIO, place: np.ndarray) -> bytes:
