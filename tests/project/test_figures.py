@@ -142,6 +142,7 @@ def test_the_steps_of_the_picture_are_as_long_as_its_titles_say(run):
 RUNS = ("after backward", "during backward", "in the order of the next forward")
 DRAWN_STEPS = 3
 STEP, GLOO = "step-torch-2-ranks-openmpi", "torch-backend-cpu-4-hosts-1gbit-openmpi"
+LOGGERS, TRACKERS = "loggers-2-ranks-openmpi", ("csv", "tensorboard", "wandb", "mlflow")
 FEW, CHECKED = "few-bytes-2-ranks-openmpi", "checked-2-ranks-openmpi"
 ACCURACIES = [row["test_accuracy"] * 100 for row in rows("mnist_engines-resnet8-openmpi")]
 WIRE = {"operation": "allreduce", "algorithm": "ring"}
@@ -219,6 +220,9 @@ MEASUREMENTS: Statements = [
     ("| MLP {:.2f}, transformer {:.2f}, ResNet-20 {:.2f}; the ratios depend",
      [value("compute-openmpi", "ratio", what=what, who="ours")
       for what in ("mlp", "transformer", "resnet20")]),
+    ("| {:.0f} us for one that blocks for ever; {:.0f} to {:.0f} us for CSV, TensorBoard, W&B",
+     [1e6 * value(LOGGERS, "cost_s", logger="blocked"),
+      *ends([value(LOGGERS, "cost_s", logger=x) for x in TRACKERS], 1e6)]),
     ("`ring` {:.1f} MiB (Open MPI), {:.1f} MiB (MPICH); `MPI_Allreduce` {:.0f} MiB |",
      [*(x / MIB for x in of_both("memory-4-ranks", "grown_bytes", algorithm="ring")),
       value("memory-4-ranks-openmpi", "grown_bytes", algorithm="native") / MIB]),
