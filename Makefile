@@ -135,10 +135,11 @@ $(JOBS) $(GUESTS):
 	@$(BIN)/python $(RUN) $(PYTEST) $(TESTS) $(addprefix --half=,$(HALF)) --durations=5 $(DEALT) $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
+PYTHON_H = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
 # The rows above run on MPICH's own ABI. The first line fails if mpi4py has loaded that one here, too.
 test-abi:  ## run all-reduces and the doctor on MPI's ABI (libmpi_abi.so of MPICH 5); needs a C compiler
-	@if command -v cc >/dev/null; then $(MAKE) --no-print-directory mpiabi; \
-		else echo "test-abi: not run; mpi4py has to be compiled for MPI's ABI, and there is no cc"; fi
+	@if command -v cc >/dev/null && test -e $(PYTHON_H); then $(MAKE) --no-print-directory mpiabi; \
+		else echo "test-abi: not run; mpi4py has to be compiled, and there is no cc or no Python.h"; fi
 
 mpiabi: export OMP_NUM_THREADS = 1
 mpiabi: .venv-mpiabi/installed
