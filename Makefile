@@ -138,7 +138,7 @@ $(JOBS) $(GUESTS):
 PYTHON_H = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
 # The rows above run on MPICH's own ABI. The first line fails if mpi4py has loaded that one here, too.
 test-abi:  ## run all-reduces and the doctor on MPI's ABI (libmpi_abi.so of MPICH 5); needs a C compiler
-	@if command -v cc >/dev/null && test -e $(PYTHON_H); then $(MAKE) --no-print-directory mpiabi; \
+	@if command -v cc >/dev/null && test -e "$(PYTHON_H)"; then $(MAKE) --no-print-directory mpiabi; \
 		else echo "test-abi: not run; mpi4py has to be compiled, and there is no cc or no Python.h"; fi
 
 mpiabi: export OMP_NUM_THREADS = 1
