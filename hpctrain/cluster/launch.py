@@ -86,10 +86,7 @@ def launch(n: int, arguments: Sequence[str], policy: LossPolicy = _DEFAULT_POLIC
 
 
 def launch_program(
-    n: int,
-    argv: Sequence[str],
-    policy: LossPolicy = _DEFAULT_POLICY,
-    trace: Path | None = None,
+    n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_POLICY, trace: Path | None = None
 ) -> int:
     """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
 
@@ -290,13 +287,9 @@ def guard_job(job_id: str) -> Iterator[dict[str, str]]:
         descriptor = segments_file.fileno()
         command = [sys.executable, "-I", "-S", guard.__file__, job_id, str(descriptor)]
         # The guard of an outer job, as of a sweep, ends this process, not our guard.
-        environ = {name: x for name, x in os.environ.items() if name != guard.JOB_VARIABLE}
+        env = {name: x for name, x in os.environ.items() if name != guard.JOB_VARIABLE}
         with subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            env=environ,
-            start_new_session=True,
-            pass_fds=[descriptor],
+            command, stdin=subprocess.PIPE, env=env, start_new_session=True, pass_fds=[descriptor]
         ) as process:
             try:
                 yield {guard.JOB_VARIABLE: job_id, launchers.SEGMENTS: _proc_path(descriptor)}

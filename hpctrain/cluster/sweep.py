@@ -87,8 +87,8 @@ def train(sweep: Sweep, out: Path, resume: bool, start: Sequence[str]) -> int:
 
 def _warn_of_changes(member: Member, run: Path) -> None:
     """Warn if a member that is done has another recipe than it would have now."""
-    kept = run / run_folder.RECIPE
-    if files.read_text(kept, run_folder.RECIPE_BYTES) != member.spec.toml():
+    trained_file = run / run_folder.RECIPE
+    if files.read_text(trained_file, run_folder.RECIPE_BYTES) != member.spec.toml():
         log.warning("%s was trained by another recipe, and stays as it is", run)
 
 

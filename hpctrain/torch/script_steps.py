@@ -224,12 +224,12 @@ class TrialRecorder(Recorder):
         raise SystemExit(0)
 
     def _write(self, ranks: Sequence[dict[str, Any]]) -> None:
-        interval, given = self._trial.interval, self._trial.samples
+        interval, samples = self._trial.interval, self._trial.samples
         moments = [*zip(*(rank["rows"] for rank in ranks), strict=True)]
         counted = sum(row["samples"] for row in moments[-1]) - sum(
             row["samples"] for row in moments[0]
         )
-        per_step = given or round(counted / interval / max(len(moments) - 1, 1))
+        per_step = samples or round(counted / interval / max(len(moments) - 1, 1))
         if not per_step:
             self._fail(NO_SAMPLES)
             return

@@ -68,9 +68,9 @@ def make_file(recipe: str, settings: Iterable[str], members: Iterable[Member]) -
 
 def _must_differ(members: Iterable[Member]) -> None:
     """Raise UsageError if two members have the same recipe."""
-    known: dict[str, Member] = {}
+    members_by_hash: dict[str, Member] = {}
     for member in members:
-        other = known.setdefault(member.spec.sha256, member)
+        other = members_by_hash.setdefault(member.spec.sha256, member)
         if other is not member:
             raise UsageError(
                 f"two members of the sweep are the same: {sweep.describe(other.values)} and "
@@ -83,9 +83,9 @@ def _announce(axes: Axes, load: Callable[[list[str]], Recipe]) -> None:
     log.info(sweep.announce(axes))
     for key, values in axes.values.items():
         text = f"{key}={','.join(values)}"
-        others = [f"{other}={texts[0]}" for other, texts in axes.values.items() if other != key]
+        settings = [f"{other}={texts[0]}" for other, texts in axes.values.items() if other != key]
         try:
-            load([*axes.fixed, *others, text])
+            load([*axes.fixed, *settings, text])
         except UsageError:
             continue
         log.warning(

@@ -39,7 +39,7 @@ JOB = "JobId={} JobName=a JobState={} Reason=None Restarts=0 RunTime=00:01:02 No
 SBATCH = 'while read -r line; do echo "$line"; done >sent; echo {}'
 
 
-def told(*words: str) -> str:
+def output_of(*words: str) -> str:
     """Return what `hpctrain slurm WORDS` prints."""
     call = ["slurm", *words]
     result = CliRunner().invoke(program, call, catch_exceptions=False, standalone_mode=False)
@@ -161,7 +161,7 @@ def test_a_sweep_is_an_array_of_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     fake(tmp_path, "sbatch", SBATCH.format(17))
     line = ("submit", "digits", "--set", "run.seed=5,6,7,8", "--out", "s", "--epochs", "1")
-    assert told(*line) == "17  s\n"
+    assert output_of(*line) == "17  s\n"
     text = Path("sent").read_text()
     assert "#SBATCH --array=0-3\n" in text
     assert 'run=s/$member\ntrain=(hpctrain train digits "${values[@]}")' in text
@@ -172,17 +172,17 @@ def test_a_sweep_is_an_array_of_slurm(tmp_path, monkeypatch):
     for name, end in (("seed=5", "done"), ("seed=6", "failed")):
         Path("s", name).mkdir()
         run_folder.write_summary(Path("s", name), {"status": end})
-    rows = json.loads(told("status", "--json", "s"))
+    rows = json.loads(output_of("status", "--json", "s"))
     assert [(row["job"], row["state"], row["run"]) for row in rows] == [
         ("17_0", "COMPLETED", "s/seed=5"), ("17_1", "FAILED", "s/seed=6"),
         ("17_2", "UNKNOWN", "s/seed=7"), ("17_3", "PENDING", "s/seed=8"),
     ]  # fmt: skip
     fake(tmp_path, "sbatch", SBATCH.format(21))
-    assert told(*line) == "21  s\n"
+    assert output_of(*line) == "21  s\n"
     assert "#SBATCH --array=1-2\n" in Path("sent").read_text()
     assert sweep_folder.read(Path("s")).settings == ["run.epochs=1", "run.seed=5,6,7,8"]
     with pytest.raises(UsageError, match="s holds another sweep"):
-        told(*line, "--set", "run.device=cpu")
+        output_of(*line, "--set", "run.device=cpu")
 
 
 @pytest.mark.processes
@@ -195,14 +195,14 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("hpctrain.cluster.jobs.job_status.POLL_INTERVAL_S", 1.0)
     line = ("submit", "digits", *SWEEP, "--out", "s")
-    array = told(*line).split()[0]
+    array = output_of(*line).split()[0]
     slurm.jobs.append(int(array))
     assert tasks_of("s") == [(f"{array}_{task}", "COMPLETED", "done") for task in range(2)]
     must_be_as_alone(tmp_path)
     with pytest.raises(UsageError, match="every member of this sweep is done"):
-        told(*line)
+        output_of(*line)
     Path("s/seed=2", run_folder.SUMMARY).unlink()
-    array = told(*line).split()[0]
+    array = output_of(*line).split()[0]
     slurm.jobs.append(int(array))
     assert tasks_of("s") == [(f"{array}_1", "COMPLETED", "done")]
     must_be_as_alone(tmp_path)
@@ -210,5 +210,5 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
 
 def tasks_of(folder: str) -> list[tuple[str, str, str]]:
     """Return the tasks of the newest array of a sweep, once they have ended."""
-    rows = json.loads(told("status", "--json", "--wait", "100", folder))
+    rows = json.loads(output_of("status", "--json", "--wait", "100", folder))
     return [(row["job"], row["state"], row["status"]) for row in rows]

@@ -44,9 +44,9 @@ def test_every_command_has_a_page(pages):
 def test_pages_have_the_words_of_the_help(pages):
     for context in commands(hpctrain, "hpctrain"):
         words = [*context.command_path.split()[1:], "--help"]
-        shown = CliRunner().invoke(hpctrain, words, terminal_width=1000, catch_exceptions=False)
+        answer = CliRunner().invoke(hpctrain, words, terminal_width=1000, catch_exceptions=False)
         page = pages[context.command_path.replace(" ", "-")]
-        assert {*shown.output.split()} - HEADINGS - words_of(page) == set(), words
+        assert {*answer.output.split()} - HEADINGS - words_of(page) == set(), words
 
 
 @pytest.mark.parametrize("line", [".SH no request", "'ft no request", r"a \fB word", "-x `y` ^"])

@@ -77,8 +77,10 @@ def _must_fit(job: Job, site: Site | None, overrides: Sequence[str]) -> None:
 def must_have_one_subject(recipe: str | None, program: Sequence[str]) -> None:
     """Raise UsageError unless there is either a recipe or a program."""
     if (recipe is None) == (not program):
-        seen = "neither" if recipe is None else f"the recipe {recipe} and the program {program[0]}"
-        raise UsageError(f"expected a recipe, or a program after `--`, seen {seen}")
+        subjects = (
+            "neither" if recipe is None else f"the recipe {recipe} and the program {program[0]}"
+        )
+        raise UsageError(f"expected a recipe, or a program after `--`, seen {subjects}")
 
 
 def must_be_same_recipe(request: JobRequest, run: Path) -> None:

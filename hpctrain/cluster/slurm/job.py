@@ -154,8 +154,8 @@ def _interactive_faults(job: Job) -> list[str]:
 
 def _program_faults(job: Job) -> list[str]:
     """Return the faults of a program's job: options that only a recipe has."""
-    given = {"--servers": job.servers, "--sizes": job.sizes, "--interactive": job.interactive}
-    options = [name for name, value in given.items() if value]
+    values = {"--servers": job.servers, "--sizes": job.sizes, "--interactive": job.interactive}
+    options = [name for name, value in values.items() if value]
     options += [name for name in ("--engine", "--epochs", "--set") if name in job.arguments]
     if not job.program or not options:
         return []

@@ -64,8 +64,8 @@ def read(folder: Path) -> SweepFile:
 
 def must_fit(folder: Path, sweep: SweepFile) -> None:
     """Raise UsageError if `folder` holds another sweep, or a run."""
-    if is_sweep(folder) and not (kept := read(folder)).is_same(sweep):
-        words = " ".join([kept.recipe, *(f"--set {setting}" for setting in kept.settings)])
+    if is_sweep(folder) and not (earlier := read(folder)).is_same(sweep):
+        words = " ".join([earlier.recipe, *(f"--set {setting}" for setting in earlier.settings)])
         raise UsageError(f"{folder} holds another sweep, of {words}: name another --out")
     if any((folder / name).exists() for name in _RUN_FILES):
         raise UsageError(f"{folder} holds a run, not a sweep: name another --out")
