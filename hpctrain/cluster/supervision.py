@@ -36,7 +36,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _KILL_SCHEDULE = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 #: Open MPI's launcher says so when the daemon of a host dies, and then ends with 0.
 _LOST_DAEMON = b"PRTE has lost communication with a remote daemon"
-_STOP_S = 20.0  #: given to a launcher after each signal of `stop_launcher`
+_STOP_S = 15.0  #: given to a launcher after each signal of `stop_launcher`
 _OUTPUT_S = 5.0  #: the time given to the last output of a launcher that has ended
 _RULE = b"-" * 74 + b"\n"
 _HEADS = tuple(
@@ -224,6 +224,6 @@ def stop_launcher(process: subprocess.Popen[bytes]) -> None:
     """Send SIGINT twice to a `hpctrain launch`, as two Ctrl-Cs do: the second kills the ranks."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         process.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # which asks for the next one
             process.wait(_STOP_S)
             return

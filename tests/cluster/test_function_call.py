@@ -130,5 +130,5 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 40  # MPICH keeps the first signal from ranks
     assert not psutil.wait_procs(ranks, 10)[1]

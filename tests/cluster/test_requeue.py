@@ -127,13 +127,16 @@ TABLE = {
     "hung, nothing saved": Part("hung 86", code=86, ends=86),
     "a program that is done": Part(program=True),
     "a program that saves and asks for another part": Part(
-        code=75, again=1, told="on request (of the program); back into the queue", program=True
+        code=75, again=1, told="on request (of itself); back into the queue", program=True
     ),
     "a program that saves when it is asked": Part(
         code=75, again=1, ask=True, told="on request (", program=True
     ),
     "a program that USR1 ends": Part(
         code=138, again=1, ask=True, talks=True, told="asked to stop, and the ranks", program=True
+    ),
+    "a program that USR1 does not end": Part(
+        code=138, again=1, ask=True, deaf=10**6, warn_s=2, told="asked to stop, and", program=True
     ),
     "a program with a bug": Part(code=1, ends=1, program=True),
     "a killed program": Part(code=137, again=1, starts=2, program=True),
@@ -208,9 +211,9 @@ def test_ranks_are_started_again_on_the_nodes_that_are_left(states, min_ranks, w
 
 @pytest.mark.parametrize("ask", [False, True])
 def test_the_summary_of_a_program(ask, tmp_path):
-    code, end = (75, SOON) if ask else (0, FAR)
-    run(tmp_path, Part(code=code, ask=ask, program=True), END=end)
-    reason = "on request (time limit)" if ask else None
+    code = 75 if ask else 0
+    run(tmp_path, Part(code=code, ask=ask, program=True))
+    reason = "on request (by SIGUSR1)" if ask else None
     status = "stopped" if ask else "done"
     assert run_folder.read_summary(tmp_path / "runs/digits-7") == {
         "status": status, "exit_code": code, "reason": reason

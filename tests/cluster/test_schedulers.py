@@ -250,7 +250,7 @@ def test_a_program_is_started_again_after_its_end(name, tmp_path):
     job, _ = output_of(name, "submit", *options, "--", *program).split()
     completed = fake_schedulers.run_job(job, tmp_path)
     successor = f"submitted again as {IDS[name][1]} for restart 1 of 20"
-    assert f"on request (of the program); {successor}" in completed.stdout, completed.stderr
+    assert f"on request (of itself); {successor}" in completed.stdout, completed.stderr
     assert fake_schedulers.run_job(IDS[name][1], tmp_path).returncode == 0
     assert Path("parts").read_text() == f"{tmp_path}/run\n" * 2
     assert states("run")[-1] == "COMPLETED" and ht.slurm.status("run")[-1]["status"] == "done"

@@ -4,9 +4,8 @@
       ^                                         |       |
       +------- ranks lost: start again here ----+       +---> requeue
 
-USR1 comes --warn-s before the time is over or at a preemption; the ranks save, and summary.json
-says "stopped". Exit codes of launchers are not the truth: some are 0 when a node dies. A job sends
-along a copy, for batch hosts where only a container has hpctrain: no imports, Python 3.8.
+At USR1, --warn-s before the time is over or at a preemption, ranks save: as summary.json says, not
+launchers' codes. Where only a container has hpctrain a copy of this runs: no imports, Python 3.8.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class BatchJob:
         self._later = "to go on submit again, with --out {} or that as run= in the script"
         self._process: Popen[bytes] | None = None
         self._asked_s = time.monotonic() if options.asked else None
-        self._is_stopping, self._next_query_s, self._why = False, 0.0, ""
+        self._is_stopping, self._next_query_s, self._why = False, 0.0, "of itself"
         self._numbers = {name: int(x) for name, x in os.environ.items() if x.isdecimal()}
         self._srun = self._launcher = self._prepare()
         self._later = self._later.format(self.folder)
@@ -128,8 +127,7 @@ class BatchJob:
 
     def _run_ranks(self) -> int:
         """Run the ranks from their start to their end; return their launcher's exit code."""
-        # What is newer was written by this part of the run, of this job.
-        (self.folder / ".began").write_text(f"{self.id}\n")
+        (self.folder / ".began").write_text(f"{self.id}\n")  # newer files are of this part
         self._process = Popen([*self._launcher, *self._command], stdin=DEVNULL)
         # Until its handler stood USR1 was ignored: Slurm tells whether it has come.
         self._stop_ranks() if self._asked_s else self._stop_if_due()
@@ -153,8 +151,10 @@ class BatchJob:
 
     def _stop_if_due(self) -> None:
         """Repeat USR1, or stop if Slurm has announced the end of the job."""
-        if self._process and self._is_stopping:
-            self._process.send_signal(signal.SIGUSR1)
+        if self._process and self._is_stopping:  # MPICH keeps USR1 from a program without a handler
+            last_s = (self._asked_s or 0.0) + 0.8 * self.options.warn_s
+            is_deaf = self.options.program and time.monotonic() > last_s
+            self._process.send_signal(signal.SIGTERM if is_deaf else signal.SIGUSR1)
         elif self._process and time.monotonic() >= self._next_query_s:
             self._next_query_s = float("inf")  # alarms do not wait for the answer
             is_preempted, rest_s = self._query_end()
@@ -184,7 +184,7 @@ class BatchJob:
         path, status = self.folder / "summary.json", {0: "done", _EXIT_STOPPED: "stopped"}.get(code)
         summary = _read_table(path) if self._is_of_this_part(path) else {}
         if self.options.program and status and not summary:
-            reason = f"on request ({self._why or 'of the program'})" if code else None
+            reason = f"on request ({self._why or 'by SIGUSR1'})" if code else None
             summary = {"status": status, "exit_code": code, "reason": reason}
             (partial := path.with_suffix(".partial")).write_text(json.dumps(summary))
             partial.replace(path)
