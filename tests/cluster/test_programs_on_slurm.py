@@ -57,8 +57,10 @@ def losses(ranks: int) -> list[float]:
 @pytest.mark.parametrize("kind", ["handles", pytest.param("knows nothing", marks=pytest.mark.full)])
 def test_a_program_preempted_twice_has_the_losses_of_one_that_is_not(slurm, tmp_path, kind):
     (tmp_path / "plain.py").write_text(SCRIPT)
-    program = (sys.executable, "plain.py", kind, "0.1")
-    text = render(Job(program=program, nodes=2, out="run", options={"nodelist": "n3,n4"}))
+    pause_s = "0.1" if kind == "handles" else "0.4"  # until SIGTERM, with MPICH
+    program = (sys.executable, "plain.py", kind, pause_s)
+    options = {"warn_s": 10, "options": {"nodelist": "n3,n4"}}
+    text = render(Job(program=program, nodes=2, out="run", **options))
     job, path = slurm.sbatch(text, cwd=tmp_path), tmp_path / "checkpoint.json"
 
     def steps() -> int:
@@ -71,8 +73,9 @@ def test_a_program_preempted_twice_has_the_losses_of_one_that_is_not(slurm, tmp_
         slurm.wait(slurm.sbatch("#!/bin/sh\n:", *urgent, cwd=tmp_path))
         slurm.wait(job, "PENDING")
         assert slurm.job(job)["Restarts"] == str(restarts)
-        told = slurm.told(job)
-        assert ("on request (preempted)" if kind == "handles" else "asked to stop, and") in told
+        # srun ends ranks after one has left with 75: the highest code counts
+        reasons = ["asked to stop, and", *["on request (preempted)"] * (kind == "handles")]
+        assert any(reason in slurm.told(job) for reason in reasons)
         slurm.hurry(job)
     assert slurm.finish(job) == "COMPLETED", slurm.told(job)
     assert run_folder.read_summary(tmp_path / "run")["status"] == "done"
