@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-CACHE_BYTES = 32 << 20  #: of decoded blocks that one open file keeps
+CACHE_BYTES = 24 << 20  #: of decoded blocks that one open file keeps
 
 
 class Blocks:

@@ -17,6 +17,7 @@ from hpctrain.data.formats.arrays import Part, ReadRows, guarded
 from hpctrain.data.formats.blocks import Blocks
 from hpctrain.data.formats.libraries import faults_of, load_library
 
+BUFFER_BYTES = 1 << 20  #: of a compressed column in memory; by default all of a row group
 _EXPECTED = "a Parquet file"
 
 
@@ -40,7 +41,8 @@ def _open(path: Path) -> Any:
     pyarrow = load_library("pyarrow", "parquet")
     # By descriptor, which Arrow's threads read without the interpreter: they may outlive it.
     with open_regular(path, NAMED) as source, faults_of(str(path), _EXPECTED):
-        file = parquet.ParquetFile(pyarrow.OSFile(f"/proc/self/fd/{source.fileno()}"))
+        descriptor = pyarrow.OSFile(f"/proc/self/fd/{source.fileno()}")
+        file = parquet.ParquetFile(descriptor, buffer_size=BUFFER_BYTES)
         file.schema_arrow  # noqa: B018 (it is parsed here)
         return file
 
@@ -75,9 +77,12 @@ def _open_rows(path: Path, key: arrow.Key) -> ReadRows:
     with faults_of(str(path), _EXPECTED):
         columns, ends = _columns(path, file, key), np.cumsum(_group_rows(file))
     names = [column.name for column in columns.columns]
+    release_unused = load_library("pyarrow", "parquet").default_memory_pool().release_unused
 
     def load(number: int) -> Any:
-        return file.read_row_group(number, columns=names, use_threads=False)
+        group = file.read_row_group(number, columns=names, use_threads=False)
+        release_unused()  # Arrow would keep the memory of blocks that were dropped
+        return group
 
     def take(table: Any, rows: np.ndarray, first: int) -> np.ndarray:
         return columns.read(table.take(arrow.indexes(rows - first)), rows)
