@@ -11,7 +11,7 @@ wait for the same wire.
 With `--device cuda` tensors are on a GPU, and nccl is measured too. Not run on a GPU yet.
 Needs PyTorch (`make test-guests` makes an environment that has it). With commux, a backend on UCX,
 it is measured too, but for DDP, since it has no all-gather: `pip install --no-deps commux`. Its
-wheel is built for one PyTorch: that of 0.2.1 loads with torch 2.12 alone.
+wheel is built for one PyTorch: that of 0.2.1 for torch 2.12 (HPCTRAIN_OLD_TORCH=1).
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def main() -> None:
         place += "-commux"
     name = f"torch-backend-{arguments.device}-{place}"
     about = {"torch": torch.__version__, "busy_processes_per_core": arguments.busy}
+    about["load_average"] = os.getloadavg()[0]  # of other processes, too
     report_result(world, name, rows, claims(rows) if world.rank == 0 else {}, **about)
     dist.destroy_process_group()
 
