@@ -11,7 +11,7 @@ from ranks import run_on
 from hpctrain import nn, optim
 from hpctrain.training.trainer import Trainer
 
-ROWS = 300
+ROWS = 2000  # more than the rows whose mean is the offset of the sums
 GENERATOR = np.random.default_rng(0)
 NOISE = GENERATOR.normal(size=ROWS)
 
