@@ -109,6 +109,8 @@ def _problems_of_summary(case: Case, ending: Attempt, run: Path) -> Iterator[str
         return  # no rank was left to write it
     if summary is None:
         yield f"exit code {ending.code} without a summary"
+    elif (ending.code, summary["status"]) == (1, "done") and lost_ranks(case) >= case.job_ranks:
+        return  # every rank was killed, the last one after it had written the summary
     elif (summary["exit_code"], summary["status"]) != (ending.code, STATUS.get(ending.code or 0)):
         yield f"exit code {ending.code}, summary {summary['status']} {summary['exit_code']}"
 
