@@ -255,10 +255,6 @@ class Reducer:
             for bucket_sum in self.sums:  # nobody may have waited; their memory is given back
                 wait_for(bucket_sum.sum_event)
 
-    def _reduce_queued(self, number: int) -> None:
-        self.wire_s += self.sums[number].reduce(self._trace)
-        self._result_queue.put((number, None))
-
 
 def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator[int]) -> None:
     """Reduce the queued buckets: the body of the communication thread.
@@ -272,7 +268,8 @@ def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator
                 number = next(numbers)
                 if (reducer := owner()) is None:
                     return
-                reducer._reduce_queued(number)
+                reducer.wire_s += reducer.sums[number].reduce(reducer._trace)
+                reducer._result_queue.put((number, None))
             except StopIteration:
                 return
             except BaseException as error:  # wait() raises it again, in the main thread

@@ -76,22 +76,21 @@ def _query_gpus(nvml: Any) -> NodeGpus:
     nvml.nvmlInit()
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        gpus = tuple(_query_gpu(nvml, i, handle) for i, handle in enumerate(handles))
+        gpus = tuple(
+            GpuInfo(
+                index,
+                _decode(nvml.nvmlDeviceGetUUID(handle)),
+                _decode(nvml.nvmlDeviceGetName(handle)),
+                normalize_address(_decode(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+                _memory_bytes(nvml, handle),
+                _mig_slices(nvml, handle),
+            )
+            for index, handle in enumerate(handles)
+        )
         nvlinks = _count_nvlinks(nvml, handles, [gpu.pci for gpu in gpus])
         return NodeGpus(_decode(nvml.nvmlSystemGetDriverVersion()), gpus, nvlinks)
     finally:
         nvml.nvmlShutdown()
-
-
-def _query_gpu(nvml: Any, index: int, handle: Any) -> GpuInfo:
-    return GpuInfo(
-        index,
-        _decode(nvml.nvmlDeviceGetUUID(handle)),
-        _decode(nvml.nvmlDeviceGetName(handle)),
-        normalize_address(_decode(nvml.nvmlDeviceGetPciInfo(handle).busId)),
-        _memory_bytes(nvml, handle),
-        _mig_slices(nvml, handle),
-    )
 
 
 def _memory_bytes(nvml: Any, handle: Any) -> int | None:

@@ -62,7 +62,7 @@ class Operations:
                 if tensor.is_cuda:
                     call = partial(_call_in_stream, call, own_stream(tensor))
                     break
-        if not _is_async(opts):
+        if not getattr(opts, "asyncOp", True):  # from C++ it is asynchronous by default
             self.communicator.progress.run(operation, nbytes, call)
             return _FINISHED
         if self.communicator.trace.is_recording:
@@ -150,8 +150,3 @@ def describe(tensor: torch.Tensor) -> str:
 def describe_kind(tensor: torch.Tensor) -> str:
     """Return the dtype and kind of device of a tensor whose length may differ between ranks."""
     return f"{tensor.dtype} on {tensor.device.type}"
-
-
-def _is_async(opts: Any) -> bool:
-    """Return whether a call with options `opts` is asynchronous; from C++ it is by default."""
-    return getattr(opts, "asyncOp", True)

@@ -111,24 +111,21 @@ class Checkpointer:
         self._journal.files.sync()
         try:
             with self._world.trace.span("save a checkpoint", "other"):
-                return self._write_checkpoint(run, step, row)
+                state, options, link = self.state(), self._options, self._world.link
+                about = self.about(self._journal.about_now(step)) | {
+                    "metrics": self._row_metrics(row),
+                    "keep_best": options.best and options.best._asdict(),
+                }
+                path = checkpoint.save(run, step, state, about, link, options.keep, options.best)
+                best = self._new_best(row)
+                self._best_value = self._best_value if best is None else best
+                return path
         except SaveError as error:
             if must:
                 raise
             if self._world.rank == 0:
                 log.warning("%s; training goes on", error)
             return None
-
-    def _write_checkpoint(self, run: Path, step: int, row: Row) -> Path:
-        state, options, link = self.state(), self._options, self._world.link
-        about = self.about(self._journal.about_now(step)) | {
-            "metrics": self._row_metrics(row),
-            "keep_best": options.best and options.best._asdict(),
-        }
-        path = checkpoint.save(run, step, state, about, link, options.keep, options.best)
-        best = self._new_best(row)
-        self._best_value = self._best_value if best is None else best
-        return path
 
     def about(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the facts of journal and model that a checkpoint stores with its arrays."""

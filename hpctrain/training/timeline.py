@@ -144,15 +144,11 @@ def merge(run: Path, size: int) -> None:
     """Merge the existing traces of `size` ranks into one file, line by line; raise OSError."""
     merged_files: list[Path] = []
     # Ranks that fail together merge together: the last one to rename has read all files.
-    while (rank_files := _rank_files(run, size)) != merged_files:
+    paths = [path_of(run, rank) for rank in range(size)]
+    while (rank_files := [path for path in paths if path.exists()]) != merged_files:
         merged_files = rank_files
         about = {"ranks": [_read_head(path) for path in merged_files]}
         _write(run / MERGED, about, chain.from_iterable(map(_event_lines, merged_files)))
-
-
-def _rank_files(run: Path, size: int) -> list[Path]:
-    paths = (path_of(run, rank) for rank in range(size))
-    return [path for path in paths if path.exists()]
 
 
 def clock_offset(

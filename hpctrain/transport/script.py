@@ -41,7 +41,10 @@ def run(help_text: str, prepare: Callable[[], Launched]) -> int:
     except SystemExit as end:
         _leave(end)
     except BaseException as error:
-        error.__traceback__ = _of_script(error.__traceback__)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+            trace = trace.tb_next
+        error.__traceback__ = trace  # from the first line of the script on
         _leave(_report(error))
     return 0
 
@@ -108,10 +111,3 @@ def _end_job(
     name = f"rank {job.rank} on {socket.gethostname()}"
     abort.report(error, name, job.rank, job.size)
     abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
-
-
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the first line of the script on."""
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
-        trace = trace.tb_next
-    return trace

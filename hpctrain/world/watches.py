@@ -13,7 +13,6 @@ from hpctrain.transport import abort
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
 from hpctrain.watch.liveness import Identities, LivenessObserver, LossReports, observe_liveness
-from hpctrain.world.job import Job
 from hpctrain.world.world import World
 
 log = logging.getLogger(__name__)
@@ -47,29 +46,27 @@ class Watches:
         if job is not None:
             job.link.endpoint.waits.entry = record.entry("main")
             # First: it may raise LostRankError.
-            running.append(self._observe_liveness(job, record))
+            observer = observe_liveness(
+                record,
+                job.link.rank,
+                job.hosts,
+                self._identities.of(job.numbers),
+                partial(all_gather_bytes, job.link),
+                self._current_step,
+                LossReports(
+                    lambda rank, reason: _report_lost([job.numbers[rank]], reason),
+                    lambda host, reason: _report_lost(
+                        [n for n in job.numbers if job.places[n].node == host], reason
+                    ),
+                    lambda reason: log.critical("%s: its ranks end", reason),
+                ),
+            )
+            running.append(observer)
         # No steps are recorded here.
         running.append(Watch(record, None, self._timeout_s, on_hang, first_step_factor=1))
         for watch in self._running:  # not before: a loss meanwhile must not go unnoticed
             watch.stop()
         self._running = running
-
-    def _observe_liveness(self, job: Job, record: WatchRecord) -> LivenessObserver:
-        return observe_liveness(
-            record,
-            job.link.rank,
-            job.hosts,
-            self._identities.of(job.numbers),
-            partial(all_gather_bytes, job.link),
-            self._current_step,
-            LossReports(
-                lambda rank, reason: _report_lost([job.numbers[rank]], reason),
-                lambda host, reason: _report_lost(
-                    [n for n in job.numbers if job.places[n].node == host], reason
-                ),
-                lambda reason: log.critical("%s: its ranks end", reason),
-            ),
-        )
 
     def _current_step(self) -> int:
         record = self._world.threads.record

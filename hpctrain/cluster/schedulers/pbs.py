@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from hpctrain.cluster.schedulers.dialect import Dialect
 from hpctrain.cluster.slurm.job import Job, job_name
@@ -63,11 +62,6 @@ def _directives(job: Job) -> list[str]:
         f"-r {'y' if job.max_restarts else 'n'}",
         "-j oe",
     ]
-
-
-def _output_options(folder: Path) -> list[str]:
-    """Return the options with which a job writes FOLDER/ID.OU while it runs."""
-    return ["-k", "doe", "-o", f"{folder.absolute()}/"]
 
 
 def _parse_id(reply: str) -> str:
@@ -139,7 +133,8 @@ PBS = Dialect(
     reserved=_RESERVED,
     bad_in_folder=":",
     directives=_directives,
-    output_options=_output_options,
+    # A job writes FOLDER/ID.OU while it runs.
+    output_options=lambda folder: ["-k", "doe", "-o", f"{folder.absolute()}/"],
     log_pattern=lambda job: f"{job.partition('.')[0]}.*OU",
     parse_id=_parse_id,
     query=_query,

@@ -50,10 +50,6 @@ class Scheduler:
         return next(folder.glob(pattern), folder / pattern)
 
 
-def _render_slurm(job: Job, site: Site | None, folder: Path | None) -> str:
-    return slurm_render.render(job, site, folder or Path("slurm"))
-
-
 SLURM = Scheduler(
     name="slurm",
     title="Slurm",
@@ -62,7 +58,7 @@ SLURM = Scheduler(
     script_file=slurm_submit.SCRIPT_FILE,
     refused=frozenset(),
     check=check_job,
-    render=_render_slurm,
+    render=lambda job, site, folder: slurm_render.render(job, site, folder or Path("slurm")),
     submit=slurm_submit.submit_script,
     query_jobs=slurm_submit.query_jobs,
     log_pattern=lambda job: f"slurm-{job}.out",

@@ -31,11 +31,11 @@ _NODE_OPTIONS = ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "
 def explain_refusal(reply: str, script: str) -> str:
     """Return sbatch's `reply`, and the lines of the script to which it may refer."""
     lines: list[str] = []
-    for rule in (
-        _is_option_quoted,
+    for rule in (  # the most reliable first
+        lambda option, _, reply: re.search(rf"--{option}(?![a-z-])", reply),
         _is_option_mentioned,
-        _is_node_option,
-    ):  # the most reliable first
+        lambda option, _, reply: "node configuration" in reply and option in _NODE_OPTIONS,
+    ):
         options = _parse_options(script)
         lines = lines or [line for line, name, value in options if rule(name, value, reply.lower())]
     headline = f"sbatch refuses the job:\n{reply.strip()}"
@@ -49,17 +49,9 @@ def _parse_options(script: str) -> Iterator[tuple[str, str, str]]:
             yield f"  line {line_number}: {line}", match[1], match[2] or ""
 
 
-def _is_option_quoted(option: str, value: str, reply: str) -> bool:
-    return re.search(rf"--{option}(?![a-z-])", reply) is not None
-
-
 def _is_option_mentioned(option: str, value: str, reply: str) -> bool:
     value_matches = len(value) > 3 and value.lower() in reply
     words_match = any(
         words in reply and option in options for words, options in _OPTIONS_BY_WORDS.items()
     )
     return value_matches or words_match or option in re.findall("[a-z][a-z-]*", reply)
-
-
-def _is_node_option(option: str, value: str, reply: str) -> bool:
-    return "node configuration" in reply and option in _NODE_OPTIONS

@@ -115,7 +115,7 @@ def _probe_column(field: Any, first: Any, source: str, extra: str) -> Column:
             name, place, pixels.shape, pixels.dtype, partial(_images, pixels, place, extra)
         )
     dtype = _numpy_dtype(leaf, field.type, place)
-    shape = _fixed_shape(field.type) or _list_shape(first, place)
+    shape = tuple(getattr(field.type, "shape", ())) or _list_shape(first, place)
     return Column(name, place, shape, dtype, partial(_numbers, shape, place))
 
 
@@ -192,11 +192,6 @@ def _numpy_dtype(leaf: Any, whole: Any, place: str) -> np.dtype:
 
 def _leaf_dtype(leaf: Any) -> np.dtype:
     return np.dtype(_FLOATS.get(str(leaf), str(leaf)))
-
-
-def _fixed_shape(type_: Any) -> tuple[int, ...]:
-    """Return the shape that a type itself sets; () if the first row must tell."""
-    return tuple(getattr(type_, "shape", ()))
 
 
 def _list_shape(first: Any, place: str) -> tuple[int, ...]:

@@ -54,7 +54,8 @@ class HuggingFaceSamples(FileSamples):
             _probe_columns(source, dataset, key, partial(_read_rows, source, dataset, key))
             for key in (x, y)
         ]
-        rows = _chosen_rows(dataset)
+        chosen = dataset._indices  # the rows that `select` and the like chose; None for all
+        rows = None if chosen is None else chosen.column(0).to_numpy().astype(np.int64, copy=False)
         x_array, y_array = (FileArray([part], rows) for part in parts)
         samples = read_samples(x_array, y_array, classes or parts[1].classes, source, finite)
         super().__init__(**vars(samples))
@@ -163,12 +164,6 @@ def _read_rows(source: str, data: Any, key: arrow.Key) -> ReadRows:
         return columns.read(arrow.take_rows(checked, ends, rows), rows)
 
     return guarded(read, columns.place, "a whole data set of Hugging Face")
-
-
-def _chosen_rows(data: Any) -> np.ndarray | None:
-    """Return the rows of the table, int64 (n,), that `select` and the like chose; None for all."""
-    chosen = data._indices
-    return None if chosen is None else chosen.column(0).to_numpy().astype(np.int64, copy=False)
 
 
 def _names_in(data: Any) -> list[str]:

@@ -96,10 +96,6 @@ def _probe_keyed(module: str, path: Path, **split: Any) -> dict[str, Part | Usag
     return found
 
 
-def _probe_npy(path: Path) -> dict[str, Part | UsageError]:
-    return {"": _mapped(str(path), map_file(str(path)))}
-
-
 def _probe_npz(path: Path) -> dict[str, Part | UsageError]:
     split = NpzOptions(path=str(path), scale="none").load(0, finite=False)
     sets = {"": split.train, "_test": split.test}
@@ -111,18 +107,14 @@ def _probe_npz(path: Path) -> dict[str, Part | UsageError]:
     }
 
 
-def _probe_idx(path: Path) -> dict[str, Part | UsageError]:
-    return {"": _mapped(str(path), read_array(str(path)))}
-
-
 def _mapped(place: str, array: np.ndarray) -> Part:
     return Part(place, array.shape, array.dtype, None, lambda: lambda rows: array[rows], "")
 
 
 _PROBES: dict[str, Any] = {
-    "npy": _probe_npy,
+    "npy": lambda path: {"": _mapped(str(path), map_file(str(path)))},
     "npz": _probe_npz,
-    "idx": _probe_idx,
+    "idx": lambda path: {"": _mapped(str(path), read_array(str(path)))},
     "hdf5": partial(_probe_keyed, "hdf5"),
     "zarr": partial(_probe_keyed, "zarr_store"),
     "parquet": partial(_probe_keyed, "parquet"),

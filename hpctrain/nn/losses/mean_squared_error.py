@@ -24,11 +24,6 @@ from hpctrain.nn.losses.sums import PendingSums, Sums, Total
 CENTER_ROWS = 1024  #: whose mean is near enough to the mean of the set
 
 
-def _rmse(sums: Sums) -> float | None:
-    """The root of the mean squared error."""
-    return sqrt(sums["loss"].sum / sums["loss"].count)
-
-
 def _r2(sums: Sums) -> float | None:
     """The share of the targets' variance that is explained; None for several features."""
     loss, targets, squares = sums["loss"], sums["target"], sums["target_squared"]
@@ -49,7 +44,11 @@ class MeanSquaredError:
 
     terms = ("loss", "target", "target_squared")
     task = "numbers"
-    metrics: ClassVar[Mapping[str, Metric]] = {"loss": mean("loss"), "rmse": _rmse, "r2": _r2}
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "loss": mean("loss"),
+        "rmse": lambda sums: sqrt(sums["loss"].sum / sums["loss"].count),
+        "r2": _r2,
+    }
 
     def __call__(
         self, outputs: Array, targets: Array, scale: float | None = None

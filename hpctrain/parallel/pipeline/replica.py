@@ -256,7 +256,10 @@ class PipelineReplica:
         """Return the elements of a plane of this rank's slots, from their shapes alone."""
         own_names = self.plan.owned_names(self.model, self._pipe.rank)
         planned = arenas.make_arena(
-            self._shapes, self.arena.param.dtype, zeros=_unallocated, own=own_names
+            self._shapes,
+            self.arena.param.dtype,
+            zeros=lambda length, dtype: np.broadcast_to(np.zeros(1, dtype), length),  # no memory
+            own=own_names,
         )
         return int(planned.param.size)
 
@@ -293,8 +296,3 @@ def _make_program(schedule: PipelineSchedule, rank: int) -> Program:
 def _take_rows(tree: Any, rows: slice) -> Any:
     """Return `rows` of each array of `tree`."""
     return map_arrays(itemgetter(rows), tree)
-
-
-def _unallocated(length: int, dtype: Any) -> np.ndarray:
-    """Return a plane of zeros that needs no memory."""
-    return np.broadcast_to(np.zeros(1, dtype), length)

@@ -166,19 +166,15 @@ class GradientSync:
 
     def _begin_backward(self) -> None:
         if self._pending is not None:
-            self._pending = None
-            self._end_failed_pass()
+            self._pending = None  # a failed pass is forgotten
+            if not self._planes.drop_gradients():  # a part was sent: other ranks wait for the rest
+                self._planes.finish(has_failed=True)
+                self.retry(self._wait_for_sums)
+                _check_whole(self._planes.totals())
+                self._planes.drop_gradients()
         end = partial(self._finish_backward)
         self._pending = weakref.ref(end)  # autograd drops it if the pass fails
         Variable._execution_engine.queue_callback(end)
-
-    def _end_failed_pass(self) -> None:
-        """Forget the pass; if a part was sent, send the rest: other ranks may wait for it."""
-        if not self._planes.drop_gradients():
-            self._planes.finish(has_failed=True)
-            self.retry(self._wait_for_sums)
-            _check_whole(self._planes.totals())
-            self._planes.drop_gradients()
 
     def _finish_backward(self) -> None:
         """Wait until every gradient is summed."""
@@ -196,16 +192,12 @@ class GradientSync:
         if totals.changed:
             self.retry(self._trained.agree)
             if not self._planes.hold(self._trained.parameters):
-                self._sum_in_new_planes()
+                self._build()  # gradients of new parameters are summed, means stay as they are
+                self._planes.finish()
+                self.retry(self._wait_for_sums)
+                self._planes.give_gradients()
         elif self._trained.may_shrink(len(self._planes.parameters)):
             self._build()
-
-    def _sum_in_new_planes(self) -> None:
-        """Sum the gradients of new parameters; those that are means stay as they are."""
-        self._build()
-        self._planes.finish()
-        self.retry(self._wait_for_sums)
-        self._planes.give_gradients()
 
     def _build(self) -> None:
         self.retry(lambda: self._planes.build(self.world, self._trained.parameters))

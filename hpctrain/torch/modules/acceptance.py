@@ -91,7 +91,11 @@ class BoundParameters:
 
     def check(self) -> None:
         """Raise UsageError if any was replaced, frozen or unfrozen since."""
-        if self._is_same():
+        if (  # each step asks
+            [getattr(p, "requires_grad", False) for p in self._parameters] == self._trained
+            and [*map(len, self._tables)] == self._lengths
+            and self._current_ids() == self._ids
+        ):
             return
         current_parameters = _find_parameters(self._module)
         names = {**self._bound, **current_parameters}
@@ -107,14 +111,6 @@ class BoundParameters:
                 f"they were, seen {', '.join(changes[:3])}{more_text}; close this Trainer and make "
                 "a new one, or use ht.torch.sync, which follows such changes"
             )
-
-    def _is_same(self) -> bool:
-        """Return whether no table of the module has changed; each step asks."""
-        return (
-            [getattr(p, "requires_grad", False) for p in self._parameters] == self._trained
-            and [*map(len, self._tables)] == self._lengths
-            and self._current_ids() == self._ids
-        )
 
     def _current_ids(self) -> list[int]:
         return [*map(id, chain.from_iterable(table.values() for table in self._tables))]

@@ -191,53 +191,31 @@ def _draw_dropout(out: Any, u: torch.Tensor, args: Any, kwargs: Any) -> None:
         torch.mul(x, mask, out=values).mul_(1 / (1 - p))
 
 
-def _draw_bernoulli(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    p = _option(args, kwargs, 1, "p", args[0])
-    out.copy_(u < p)
-
-
-def _draw_bernoulli_in_place(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    out.copy_(u < _option(args, kwargs, 1, "p", 0.5))
-
-
-def _draw_uniform(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    low, high = _option(args, kwargs, 1, "from", 0.0), _option(args, kwargs, 2, "to", 1.0)
-    out.copy_(_uniform(u, low, high, out.dtype))
-
-
-def _draw_unit(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    out.copy_(_uniform(u, 0.0, 1.0, out.dtype))
-
-
-def _draw_unit_normal(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    out.copy_(torch.special.ndtri(u))
-
-
-def _draw_normal_in_place(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    mean, std = _option(args, kwargs, 1, "mean", 0.0), _option(args, kwargs, 2, "std", 1.0)
-    out.copy_(mean + std * torch.special.ndtri(u))
-
-
-def _draw_normal(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    mean, std = args[0], _option(args, kwargs, 1, "std", 1.0)
-    out.copy_(mean + std * torch.special.ndtri(u))
-
-
-def _draw_exponential(out: torch.Tensor, u: torch.Tensor, args: Any, kwargs: Any) -> None:
-    out.copy_(-torch.log(u) / _option(args, kwargs, 1, "lambd", 1.0))
-
-
 #: By the name of the operator: writes into its result what `u`, uniform in (0, 1), stands for.
-DRAWS: dict[str, Callable[[Any, torch.Tensor, Any, Any], None]] = {
+DRAWS: dict[str, Callable[[Any, torch.Tensor, Any, Any], Any]] = {
     "native_dropout": _draw_dropout,
-    "bernoulli": _draw_bernoulli,
-    "bernoulli_": _draw_bernoulli_in_place,
-    "rand": _draw_unit,
-    "rand_like": _draw_unit,
-    "uniform_": _draw_uniform,
-    "randn": _draw_unit_normal,
-    "randn_like": _draw_unit_normal,
-    "normal": _draw_normal,
-    "normal_": _draw_normal_in_place,
-    "exponential_": _draw_exponential,
+    "bernoulli": lambda out, u, args, kwargs: out.copy_(u < _option(args, kwargs, 1, "p", args[0])),
+    "bernoulli_": lambda out, u, args, kwargs: out.copy_(u < _option(args, kwargs, 1, "p", 0.5)),
+    "rand": lambda out, u, *_: out.copy_(_uniform(u, 0.0, 1.0, out.dtype)),
+    "rand_like": lambda out, u, *_: out.copy_(_uniform(u, 0.0, 1.0, out.dtype)),
+    "uniform_": lambda out, u, args, kwargs: out.copy_(
+        _uniform(
+            u,
+            _option(args, kwargs, 1, "from", 0.0),
+            _option(args, kwargs, 2, "to", 1.0),
+            out.dtype,
+        )
+    ),
+    "randn": lambda out, u, *_: out.copy_(torch.special.ndtri(u)),
+    "randn_like": lambda out, u, *_: out.copy_(torch.special.ndtri(u)),
+    "normal": lambda out, u, args, kwargs: out.copy_(
+        args[0] + _option(args, kwargs, 1, "std", 1.0) * torch.special.ndtri(u)
+    ),
+    "normal_": lambda out, u, args, kwargs: out.copy_(
+        _option(args, kwargs, 1, "mean", 0.0)
+        + _option(args, kwargs, 2, "std", 1.0) * torch.special.ndtri(u)
+    ),
+    "exponential_": lambda out, u, args, kwargs: out.copy_(
+        -torch.log(u) / _option(args, kwargs, 1, "lambd", 1.0)
+    ),
 }

@@ -25,7 +25,9 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto import event_pb2
         from tensorboard.plugins.hparams import summary_v2
 
-        last_step, numbers = self._last_step(step), self._file_numbers()
+        last_step = self._last_step(step)
+        names = [name for name in opening.names_in(self.folder) if ".tfevents." in name]
+        numbers = [int(name.rpartition(".")[2]) for name in names]
         stamp, host = int(time.time()), os.uname().nodename
         name = f"events.out.tfevents.{stamp:010d}.{host}.{max(numbers, default=-1) + 1:06d}"
         self._file = opening.create(self.folder / name, 2, exclusive=True)
@@ -76,10 +78,6 @@ class TensorBoardTracker(Tracker):
         from tensorboard.plugins.text import summary_v2
 
         self._write(event_pb2.Event(step=step, summary=summary_v2.text_pb(tag, text)))
-
-    def _file_numbers(self) -> list[int]:
-        names = [name for name in opening.names_in(self.folder) if ".tfevents." in name]
-        return [int(name.rpartition(".")[2]) for name in names]
 
     def _last_step(self, step: int) -> int:
         """Return the last step, at most `step`, with events that no later session has dropped."""

@@ -90,7 +90,9 @@ def main() -> None:
         sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
     # Slurm may have several nodes on one machine.
     hosts = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
-    _print_stage(comm, "started", claims=asdict(_query_claims(comm)), hosts=hosts)
+    mpi, alloc_kinds = installation.load_mpi(), comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    claims = mpi_claims.query_claims(mpi.vendor, mpi.libmpi, alloc_kinds)
+    _print_stage(comm, "started", claims=asdict(claims), hosts=hosts)
     outbox, inbox = GpuBuffer(runtime, max(MESSAGE_SIZES)), GpuBuffer(runtime, max(MESSAGE_SIZES))
     if hosts[0] == hosts[1]:
         _print_stage(comm, "ipc", **exchange_by_ipc(comm, runtime, outbox, inbox))
@@ -198,12 +200,6 @@ def _use_gpu(ordinal: int) -> Any:
     """Make the GPU current before MPI starts; return CUDA's runtime."""
     gpus.use_gpu(ordinal)
     return gpus.cuda_runtime()
-
-
-def _query_claims(comm: MPI.Comm) -> mpi_claims.MpiClaims:
-    mpi = installation.load_mpi()
-    alloc_kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
-    return mpi_claims.query_claims(mpi.vendor, mpi.libmpi, alloc_kinds)
 
 
 def _ipc_handle(runtime: Any, buffer: GpuBuffer) -> bytes | str:

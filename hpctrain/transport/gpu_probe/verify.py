@@ -49,7 +49,12 @@ def verify_paths(
         name.decode() for name in gather(_find_corrupted_path(link, places, verdict).encode())
     } - {""}
     if corrupted_paths:
-        verdict = _replace_corrupted_paths(verdict, corrupted_paths)
+        chosen_paths: dict[str, Any] = {
+            name: "staged" if getattr(verdict, name) in corrupted_paths else getattr(verdict, name)
+            for name in ("same_gpu", "same_node", "across")
+        }
+        reason = f"test messages by {', '.join(sorted(corrupted_paths))} arrived corrupted"
+        verdict = replace(verdict, **chosen_paths, reason=reason)
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
     path_thresholds = [thresholds_between(verdict, places[link.rank], place) for place in places]
@@ -84,18 +89,6 @@ def _message_arrives_intact(link: Link, on_gpu: bool, left: int, right: int, nby
     inbox: Array = xp.zeros(nbytes, np.uint8)
     link.sendrecv(x, right, inbox, left)
     return bool((to_host(inbox) == byte_pattern(left, nbytes)).all())
-
-
-def _replace_corrupted_paths(verdict: Verdict, corrupted_paths: set[str]) -> Verdict:
-    """Return `verdict` with "staged" in place of the paths in `corrupted_paths`."""
-    chosen_paths: dict[str, Any] = {
-        name: "staged" if getattr(verdict, name) in corrupted_paths else getattr(verdict, name)
-        for name in ("same_gpu", "same_node", "across")
-    }
-    path_names = ", ".join(sorted(corrupted_paths))
-    return replace(
-        verdict, **chosen_paths, reason=f"test messages by {path_names} arrived corrupted"
-    )
 
 
 def byte_pattern(rank: int, nbytes: int) -> np.ndarray:

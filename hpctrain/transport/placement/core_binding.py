@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,10 @@ def bind_process(
     allowed_cores = os.sched_getaffinity(0)
     binding = plan_binding(launched, allowed_cores, online_cores, os.environ, gpu_cores)
     if set(binding.cores) != allowed_cores:
-        _move_threads(binding.cores)
+        # A loaded BLAS has started its threads, and each thread has its own mask.
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # the thread has ended meanwhile
+                os.sched_setaffinity(int(thread), binding.cores)
     if user_blas_threads(os.environ) is None:
         _limit_blas(binding.blas_threads)
     else:
@@ -188,15 +191,6 @@ def _socket_and_core(core: int) -> tuple[int, int]:
         return socket, int((topology / "core_id").read_text())
     except (OSError, ValueError):
         return 0, core
-
-
-def _move_threads(cores: Collection[int]) -> None:
-    # A loaded BLAS has started its threads, and each thread has its own mask.
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            os.sched_setaffinity(int(thread), cores)
-        except ProcessLookupError:  # the thread has ended meanwhile
-            continue
 
 
 def _limit_blas(threads: int) -> None:

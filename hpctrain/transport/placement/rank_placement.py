@@ -128,7 +128,13 @@ def exchange_placements(
     placement. MPI must be running. Raises UsageError, on all ranks, if the variable that overrides
     the verdict is invalid.
     """
-    reports = _gather_reports(gather, _make_report(host, placement))
+    report = _make_report(host, placement)
+    reports: list[dict[str, Any]] = [
+        json.loads(text) for text in gather(json.dumps(report).encode())
+    ]
+    for report in reports:
+        if "fault" in report:
+            raise UsageError(report["fault"])
     bindings = tuple(binding_from_table(report["binding"]) for report in reports)
     places = tuple(RankPlace(binding.host, binding.gpu) for binding in bindings)
     if link.rank == 0:
@@ -161,15 +167,6 @@ def _make_report(host: str, placement: Placement) -> dict[str, Any]:
     except UsageError as error:
         return report | {"fault": str(error)}
     return report | {"verdict": asdict(cached_verdict.verdict), "unproven": cached_verdict.unproven}
-
-
-def _gather_reports(gather: verify.Gather, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every rank's report; raise UsageError if a rank reports a fault."""
-    reports = [json.loads(text) for text in gather(json.dumps(report).encode())]
-    for report in reports:
-        if "fault" in report:
-            raise UsageError(report["fault"])
-    return reports
 
 
 def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:

@@ -108,7 +108,9 @@ class Engine:
         self._unsent.append(entry)
         if is_async and self._has_thread and not self._wake.is_set():
             if self._thread is None:
-                self._start_thread()
+                run, name = self._run_thread, "hpctrain-horovod"
+                self._thread = threading.Thread(target=run, name=name, daemon=True)
+                self._thread.start()
             self._wake.set()
 
     def finish(self, entry: Entry, limit_s: float = 0.0) -> None:
@@ -279,11 +281,6 @@ class Engine:
         for entry in list(self._entries.values()):
             self._entries.pop(entry.request.name, None)
             entry.fail(failure, cause)
-
-    def _start_thread(self) -> None:
-        run, name = self._run_thread, "hpctrain-horovod"
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
-        self._thread.start()
 
     def _run_thread(self) -> None:
         if self._gpu is not None:  # MPI needs CUDA's context in each thread that calls it

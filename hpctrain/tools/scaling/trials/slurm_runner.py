@@ -218,7 +218,13 @@ def _await_ends(
         states_of = submit.query_jobs(jobs_by_trial.values())
         states = {key: states_of[job][0] for key, job in jobs_by_trial.items()}
         is_over = time.monotonic() > deadline
-        ended_keys = [key for key, state in states.items() if is_over or _is_final(state)]
+        ended_keys = [
+            key
+            for key, state in states.items()
+            if is_over
+            or state.state in END_STATES
+            or (state.state == "PENDING" and is_permanent(state.reason))  # cannot start as it is
+        ]
         view.update(
             {k: status(run_folders[k], states[k]) for k in jobs_by_trial if k not in ended_keys}
         )
@@ -229,11 +235,6 @@ def _await_ends(
         if jobs_by_trial:
             time.sleep(pause)
             pause = min(1.3 * pause, POLL_INTERVAL_S)
-
-
-def _is_final(state: JobState) -> bool:
-    """Return whether waiting for a job is over: it has ended, or it cannot start as it is."""
-    return state.state in END_STATES or (state.state == "PENDING" and is_permanent(state.reason))
 
 
 def _log_end(out: Path, state: JobState) -> None:
