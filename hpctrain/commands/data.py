@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 import tomli_w
@@ -11,7 +12,9 @@ from hpctrain.commands._lazy import WholeGroup
 from hpctrain.core.names import counted
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
-from hpctrain.data.formats.info import ArrayInfo, FileInfo, examine
+
+if TYPE_CHECKING:
+    from hpctrain.data.formats.info import ArrayInfo, FileInfo
 
 EPILOG = """\b
 Examples:
@@ -36,6 +39,8 @@ def info(paths: tuple[str, ...], as_json: bool) -> None:
     the files of a set. The kind is guessed from the first bytes. The last lines are a table [data]
     for a recipe. The exit code is 2 if a file cannot be read.
     """
+    from hpctrain.data.formats.info import examine  # late, so that `--help` stays fast
+
     infos = [examine(path) for path in paths]
     if as_json:
         say(to_json([asdict(item) for item in infos]))
