@@ -63,7 +63,8 @@ def _probe_columns(path: Path, file: Any, key: arrow.Key) -> Part:
 def _columns(path: Path, file: Any, key: arrow.Key) -> arrow.Columns:
     names = arrow.must_have(key, file.schema_arrow.names, str(path))
     (number, *_) = np.flatnonzero(_group_rows(file))
-    first = file.read_row_group(int(number), columns=names, use_threads=False).slice(0, 1)
+    row = file.iter_batches(1, row_groups=[int(number)], columns=names, use_threads=False)
+    first = load_library("pyarrow", "parquet").Table.from_batches([next(row)])
     return arrow.probe_columns(file.schema_arrow, first, key, str(path), "parquet")
 
 
