@@ -124,6 +124,12 @@ def of_both_us(schedule: str) -> list[float]:
     return of_both("pipeline-actions", "us_per_action", schedule=schedule)
 
 
+def read_rate(file: str, reader: str) -> float:
+    """Return the samples per second of a reader; of a node's with the order by chunks."""
+    keys = {"shuffle": "chunks"} if reader == "node" else {}
+    return value("node-reader-2-ranks-openmpi", "samples_per_s", file=file, reader=reader, **keys)
+
+
 def drawn_steps_ms(run: str) -> tuple[float, float]:
     """Return begin and end of the steps that README's picture shows."""
     starts = result("step-timeline-openmpi")["pictures"][run]["starts_ms"][5:]
@@ -220,6 +226,8 @@ MEASUREMENTS: Statements = [
     ("| MLP {:.2f}, transformer {:.2f}, ResNet-20 {:.2f}; the ratios depend",
      [value("compute-openmpi", "ratio", what=what, who="ours")
       for what in ("mlp", "transformer", "resnet20")]),
+    ("a node's reader {:.1f} times (contiguous) and {:.0f} times (gzip) as fast as DataLoaders",
+     [read_rate(file, "node") / read_rate(file, "DataLoader") for file in ("contiguous", "gzip")]),
     ("| {:.0f} us for one that blocks for ever; {:.0f} to {:.0f} us for CSV, TensorBoard, W&B",
      [1e6 * value(LOGGERS, "cost_s", logger="blocked"),
       *ends([value(LOGGERS, "cost_s", logger=x) for x in TRACKERS], 1e6)]),
