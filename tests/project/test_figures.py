@@ -124,10 +124,11 @@ def of_both_us(schedule: str) -> list[float]:
     return of_both("pipeline-actions", "us_per_action", schedule=schedule)
 
 
-def read_rate(file: str, reader: str) -> float:
+def read_rate(name: str, reader: str) -> float:
     """Return the samples per second of a reader; of a node's with the order by chunks."""
-    keys = {"shuffle": "chunks"} if reader == "node" else {}
-    return value("node-reader-2-ranks-openmpi", "samples_per_s", file=file, reader=reader, **keys)
+    table = rows("node-reader-2-ranks-openmpi", reader=reader)
+    chosen = [row for row in table if row["file"] == name and row.get("shuffle") != "samples"]
+    return chosen[0]["samples_per_s"]
 
 
 def drawn_steps_ms(run: str) -> tuple[float, float]:
