@@ -122,6 +122,7 @@ class CheckpointFacts(pydantic.BaseModel):
     world_size: Positive | None = None
     batch: Positive | None = None
     chunk_rows: Positive | None = None
+    window_chunks: Positive | None = None
     seed: Count = 0
     versions: dict[str, Any] = {}
     updates_per_step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0

@@ -152,13 +152,16 @@ class Sampler:
             chunk_rows=chunk_rows, window_chunks=window_chunks,
         )  # fmt: skip
 
-    def must_continue(self, chunk_rows: int | None) -> None:
-        """Raise UsageError unless a run shuffled by chunks of `chunk_rows` has the same orders."""
-        if chunk_rows != self.chunk_rows:
-            before, now = (
-                "'samples'" if rows is None else f"'chunks' of {rows} samples"
-                for rows in (chunk_rows, self.chunk_rows)
+    def must_continue(self, chunk_rows: int | None, window_chunks: int | None) -> None:
+        """Raise UsageError unless a run shuffled with these parameters of `order` had its orders."""
+        before, now = (
+            "'samples'" if rows is None else f"'chunks' of {rows} samples, {chunks} together"
+            for rows, chunks in (
+                (chunk_rows, window_chunks or WINDOW_CHUNKS),
+                (self.chunk_rows, self.window_chunks),
             )
+        )
+        if before != now:
             raise UsageError(
                 f"[data] shuffle: expected {before}, with which this run began, seen {now}; leave "
                 "it as it was, or begin another run"

@@ -232,7 +232,8 @@ class Loop:
     def _request_state(self, reader: checkpoint.Reader) -> None:
         """Request this rank's part of a checkpoint; raise UsageError on all ranks if it differs."""
         self.checkpointer.must_fit(reader)
-        self._segment.sampler.must_continue(reader.about.get("chunk_rows"))
+        order = [reader.about.get(name) for name in ("chunk_rows", "window_chunks")]
+        self._segment.sampler.must_continue(*order)
         if (step := reader.about.get("step", 0)) > self._segment.total_steps:
             raise UsageError(
                 f"this run is at step {step}, beyond the last step "

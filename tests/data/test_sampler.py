@@ -33,6 +33,15 @@ def test_the_order_of_chunks_stays_the_same_for_good():
     assert [x[:5].tolist() + x[-5:].tolist() for x in orders] == CHUNK_GOLDEN
 
 
+def test_a_run_goes_on_with_windows_of_its_own_length():
+    sampler = Sampler(40, 4, seed=0, chunk_rows=2, window_chunks=5)
+    sampler.must_continue(2, 5)
+    with pytest.raises(
+        UsageError, match="2 samples, 16 together, with which .* seen .*, 5 together"
+    ):
+        sampler.must_continue(2, None)  # of a checkpoint without the number
+
+
 @pytest.mark.parametrize(("n", "chunk_rows"), [(1, 1), (1, 9), (1000, 3), (1000, 7), (999, 2000)])
 def test_an_order_by_chunks_is_a_permutation_of_its_own(n, chunk_rows):
     orders = {(s, e): order(s, e, n, chunk_rows) for s in (0, 2**63 - 1) for e in (0, 7)}
