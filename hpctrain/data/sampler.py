@@ -153,7 +153,7 @@ class Sampler:
         )  # fmt: skip
 
     def must_continue(self, chunk_rows: int | None, window_chunks: int | None) -> None:
-        """Raise UsageError unless a run shuffled with these parameters of `order` had its orders."""
+        """Raise UsageError unless a run with these parameters of `order` had the same orders."""
         before, now = (
             "'samples'" if rows is None else f"'chunks' of {rows} samples, {chunks} together"
             for rows, chunks in (
