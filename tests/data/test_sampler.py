@@ -36,9 +36,7 @@ def test_the_order_of_chunks_stays_the_same_for_good():
 def test_a_run_goes_on_with_windows_of_its_own_length():
     sampler = Sampler(40, 4, seed=0, chunk_rows=2, window_chunks=5)
     sampler.must_continue(2, 5)
-    with pytest.raises(
-        UsageError, match="2 samples, 16 together, with which .* seen .*, 5 together"
-    ):
+    with pytest.raises(UsageError, match=r"2 samples, 16 together, with .* seen .*, 5 together"):
         sampler.must_continue(2, None)  # of a checkpoint without the number
 
 
