@@ -28,6 +28,7 @@ from hpctrain.core import atomic, files, launchers
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.core.rank_marks import end_with_parent
+from hpctrain.transport.placement.core_binding import without_limits
 
 T = TypeVar("T")
 CALL = "call"
@@ -133,7 +134,7 @@ def _run(command: list[str]) -> int:
     pipes = [None if stream is own else subprocess.PIPE for stream, own in targets]
     with subprocess.Popen(
         command,
-        env=launchers.without_rank_variables(os.environ),
+        env=without_limits(launchers.without_rank_variables(os.environ)),
         stdin=subprocess.DEVNULL,
         stdout=pipes[0],
         stderr=pipes[1],

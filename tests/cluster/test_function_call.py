@@ -18,6 +18,7 @@ from real_slurm import until
 import hpctrain as ht
 from hpctrain.cluster import function_call
 from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.transport.placement import core_binding
 
 
 def total(x: np.ndarray) -> tuple[int, float]:
@@ -93,6 +94,21 @@ def test_without_cloudpickle_the_extra_is_named(monkeypatch):
     assert function_call.dump(total)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[notebook\]'"):
         ht.launch(lambda: 1, 2)
+
+
+def test_ranks_have_the_threads_that_the_user_asked_for(monkeypatch):
+    """ht.init() of the caller writes its own share of the cores into the variables."""
+    monkeypatch.setattr(
+        core_binding, "_user_values", {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": None}
+    )
+    environ = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PATH": "/bin"}
+    expected = {"OMP_NUM_THREADS": "7", "PATH": "/bin"}
+    assert core_binding.without_limits(environ) == expected
+    monkeypatch.setattr(
+        function_call.subprocess, "Popen", lambda *_, env, **__: pytest.fail(env["OMP_NUM_THREADS"])
+    )
+    with pytest.raises(pytest.fail.Exception, match=r"^7$"):
+        ht.launch(total, 2, np.ones(2))
 
 
 def test_in_a_rank_it_is_refused(monkeypatch):

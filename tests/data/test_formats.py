@@ -641,6 +641,10 @@ def test_rows_of_an_array_of_any_length_take_their_own_memory():
     part = arrays.Part("d.zarr: y", (1 << 45,), np.dtype("i8"), None, lambda: lambda rows: 2 * rows)
     array = arrays.FileArray([part])
     assert array[5:8].tolist() == [10, 12, 14] and array[-1:].tolist() == [2**46 - 2]
+    assert (array[7], array[-1]) == (14, 2**46 - 2)
+    with pytest.raises(IndexError):
+        array[1 << 45]
+    assert np.asarray(array.select(np.arange(3))).tolist() == [0, 2, 4]
     refused(array.load, "d.zarr: y: expected values that fit into memory, seen 281474976710656 by")
 
 

@@ -100,9 +100,11 @@ class FileArray:
         return max(1, rows * len(self) // max(1, int(self._ends[-1]))) if rows else None
 
     def __getitem__(self, indexes: Any) -> np.ndarray:
-        """Return the rows at `indexes`, integers (m,) or a slice, as a new array."""
+        """Return the rows at `indexes`, integers (m,), a slice or a number, as a new array."""
         if isinstance(indexes, slice):
             indexes = np.arange(*indexes.indices(len(self)))
+        elif np.ndim(indexes) == 0:
+            return self[np.array([range(len(self))[indexes]])][0]
         if self.selected is not None:
             indexes = self.selected[indexes]
         numbers = np.searchsorted(self._ends, indexes, side="right")
@@ -114,6 +116,10 @@ class FileArray:
             is_own = numbers == number
             values[is_own] = self._read(number, indexes[is_own] - self._start(number))
         return values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return all rows, in memory, as numpy.asarray asks for them."""
+        return np.asarray(self.load(), dtype)
 
     def select(self, indexes: np.ndarray) -> FileArray:
         """Return the array of the rows at `indexes`."""

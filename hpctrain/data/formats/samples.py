@@ -46,10 +46,9 @@ class FileSamples(StoredSamples):
         """The chunks that may be shuffled together so that each is decoded once per epoch."""
         decoded = [part.chunk_rows or 0 for part in self.x.parts if not part.decodes_rows]
         chunk_bytes = max(decoded, default=0) * self.x.dtype.itemsize * prod(self.x.shape[1:])
+        # Beside them a chunk of the next window is kept.
         kept_chunks = blocks.CACHE_BYTES // chunk_bytes - 1 if chunk_bytes else WINDOW_CHUNKS
-        return max(
-            1, min(WINDOW_CHUNKS, kept_chunks)
-        )  # beside them a chunk of the next window is kept
+        return max(1, min(WINDOW_CHUNKS, kept_chunks))
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) of the samples at `indexes`, integer y as int64; reads no others."""

@@ -205,7 +205,7 @@ def _as_step(value: Any, logger: Logger) -> int:
             return step
     raise UsageError(
         f"{logger}.log: step: expected 1 or more, as an integer, seen {brief(value)} of type "
-        f"{type(value).__name__}"
+        f"{type(value).__name__}; count from 1, as `epoch + 1`"
     )
 
 

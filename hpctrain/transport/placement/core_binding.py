@@ -32,6 +32,7 @@ class Binding:
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 _limiters: list[Any] = []  # references that keep the limits in force
+_user_values: dict[str, str | None] = {}  # of the variables, as they were before the limits
 
 
 def bind_process(
@@ -172,6 +173,12 @@ def user_blas_threads(environ: Mapping[str, str]) -> int | None:
     return None
 
 
+def without_limits(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with the user's numbers of threads, for ranks with limits of their own."""
+    values = {**environ, **_user_values}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _reachable_cores() -> set[int]:
     """Return the online cores in the cpuset of this process."""
     initial_cores = os.sched_getaffinity(0)
@@ -198,6 +205,8 @@ def _limit_blas(threads: int) -> None:
     import threadpoolctl
 
     # Libraries loaded later, such as SciPy, may have their own BLAS, which reads the variables.
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+    for name in _THREAD_VARIABLES:
+        _user_values.setdefault(name, os.environ.get(name))
+        os.environ[name] = str(threads)
     frameworks.limit_threads(threads)
     _limiters.append(threadpoolctl.threadpool_limits(limits=threads, user_api="blas"))
