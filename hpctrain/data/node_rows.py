@@ -25,9 +25,7 @@ from hpctrain.data.dataset import Samples
 from hpctrain.data.reading import chunk_rows_of, unwrap
 from hpctrain.data.sampler import Sampler, share
 
-PIECE_BYTES = (
-    1 << 20
-)  #: of rows read by one call: they stay in a core's cache until they are copied
+PIECE_BYTES = 1 << 20  #: of rows read by one call, which stay in a core's cache for their copy
 SLOTS, CHUNK_SLOTS = 3, 2  #: slots for one step each; for files with chunks they are longer
 MAX_ROWS = 1 << 19  #: of a slot, whose indexes need memory, too
 ALIGN_BYTES = 64

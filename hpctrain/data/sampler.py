@@ -18,6 +18,7 @@ each window are permuted: so a chunk is used up within a few steps, and read onc
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +54,7 @@ def order(
     return np.lexsort((words, np.repeat(windows, chunk_rows)[:n]))
 
 
+@lru_cache(maxsize=2)  # each fill of an epoch asks, and a file may have a million chunks
 def _windows(seed: int, epoch: int, chunks: int, window_chunks: int) -> np.ndarray:
     """Return the window of each chunk, int32 (chunks,)."""
     windows = np.empty(chunks, np.int32)
@@ -151,6 +153,15 @@ class Sampler:
             len(samples), batch, seed, own_order, drop_last,
             chunk_rows=chunk_rows, window_chunks=window_chunks,
         )  # fmt: skip
+
+    def facts(self) -> dict[str, int | None]:
+        """Return the facts of a checkpoint on which the orders of a resumed run depend."""
+        return {
+            "batch": self.batch,
+            "chunk_rows": self.chunk_rows,
+            "window_chunks": self.window_chunks,
+            "seed": self.seed,
+        }
 
     def must_continue(self, chunk_rows: int | None, window_chunks: int | None) -> None:
         """Raise UsageError unless a run with these parameters of `order` had the same orders."""

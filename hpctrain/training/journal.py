@@ -168,13 +168,12 @@ class Journal:
     def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
         epoch, index = self._sampler.locate_step(step)
         return {
-            **{"step": step, "epoch": epoch, "sample_index": index},
+            "step": step,
+            "epoch": epoch,
+            "sample_index": index,
             "open_row": self.open_row.to_json(step, sums),
             "world_size": self._world.size,
-            "batch": self._sampler.batch,
-            "chunk_rows": self._sampler.chunk_rows,
-            "window_chunks": self._sampler.window_chunks,
-            "seed": self._sampler.seed,
+            **self._sampler.facts(),
             "versions": self._versions,
             "updates_per_step": self._engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),

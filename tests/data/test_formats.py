@@ -644,7 +644,10 @@ def test_rows_of_an_array_of_any_length_take_their_own_memory():
     assert (array[7], array[-1]) == (14, 2**46 - 2)
     with pytest.raises(IndexError):
         array[1 << 45]
-    assert np.asarray(array.select(np.arange(3))).tolist() == [0, 2, 4]
+    few = array.select(np.arange(3))
+    assert np.asarray(few).tolist() == [0, 2, 4]
+    with pytest.raises(ValueError, match="expected copy"):
+        few.__array__(copy=False)
     refused(array.load, "d.zarr: y: expected values that fit into memory, seen 281474976710656 by")
 
 

@@ -104,7 +104,7 @@ class Group(Reductions, DataMovement, PointToPoint):
         entry = SimpleNamespace(enter=lambda *_: None, leave=lambda: None)
         super().__init__(SimpleNamespace(
             group=world.main, world=world, ranks=range(world.size), progress=InThread(),
-            messages=Messages(world.link), entry=entry, limit_s=20.0,
+            messages=Messages(world.link), entry=entry, limit_s=20.0, trace=world.trace,
         ))  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
+from hpctrain.torch.modules.optimizers.attributes import has_step_hooks
 
 pytestmark = pytest.mark.either
 
@@ -118,6 +119,17 @@ def test_hooks_of_all_optimizers_are_called_too():
     finally:
         handle.remove()
     assert len(optimizers) == STEPS and len(set(map(id, optimizers))) == 1
+
+
+def test_a_hook_of_hpctrain_is_no_users_hook():
+    """As the one that says of processes that they train apart."""
+    optimizer = OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(1))])
+    for hook, is_users in [(has_step_hooks, False), (lambda *_: None, True)]:
+        handle = register_optimizer_step_post_hook(hook)
+        try:
+            assert has_step_hooks(optimizer) is is_users
+        finally:
+            handle.remove()
 
 
 @pytest.mark.parametrize("engine", PARTS)

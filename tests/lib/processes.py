@@ -77,8 +77,12 @@ class Job:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the Python processes below this one, oldest first."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted((p for p in below if "python" in p.name()), key=lambda p: p.create_time())
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                found.append((process.create_time(), process.name(), process))
+        found.sort(key=lambda facts: facts[0])
+        return [process for _, name, process in found if "python" in name]
 
     def kill(self) -> None:
         """Kill the command and all below it: ranks have process groups of their own."""

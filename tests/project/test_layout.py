@@ -24,7 +24,7 @@ WIDE = {
 #: longer files and their lines, which may only shrink
 LONG: dict[str, int] = {}
 #: of the package's syntax trees; a number that only falls, or rises in a commit that says why
-STATEMENTS = 50_861
+STATEMENTS = 50_870
 CLAUSES = re.compile(r"(Return|Yield|Tell|Say)s? (what|who|whom|which|where|how|that which)\b")
 
 

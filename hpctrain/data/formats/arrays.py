@@ -118,7 +118,9 @@ class FileArray:
         return values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return all rows, in memory, as numpy.asarray asks for them."""
+        """Return all rows, in memory, for numpy.asarray; raise ValueError where copy=False."""
+        if copy is False:
+            raise ValueError("rows of files are read into a new array: expected copy=None or True")
         return np.asarray(self.load(), dtype)
 
     def select(self, indexes: np.ndarray) -> FileArray:

@@ -182,6 +182,8 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     assert "Too noisy to conclude: repeats on 2 ranks" in " ".join(tables.summary_lines(mixed))
     assert tables.facts(mixed)["noise"].startswith("too noisy to conclude: repeats on 2 ranks")
     assert tables.facts(mixed)["Amdahl's law"].endswith("; too noisy to conclude")
+    ideal = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 / n, 0.0)))
+    assert ": no part that limits the speed-up was measured" in tables.law_text(ideal)
     slower = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
     assert "100%, its bound: more ranks brought no more samples/s" in tables.law_text(slower)
     four = study((1, 2, 4))

@@ -227,6 +227,8 @@ def _serial_text(result: Result) -> str:
     if serial.mean > BOUND:
         return "serial fraction 100%, its bound: more ranks brought no more samples/s"
     text = f"serial fraction {_ranged(serial, '{:.1%}'.format, (-1, 1))}"
+    if not serial.mean:
+        return f"{text}: no part that limits the speed-up was measured"
     if result.law == "amdahl":
         limit = _ranged(serial, lambda s: f"{1 / s:.3g}" if s else "no bound", (1, -1))
         return f"{text}; the speed-up stays below {limit}"

@@ -109,10 +109,11 @@ def announced_attributes(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook is called at each step of `optimizer`, its own or one of all."""
+    """Return whether a user's hook is called at each step of `optimizer`, its own or one of all."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     common = (hooks_of_all._global_optimizer_pre_hooks, hooks_of_all._global_optimizer_post_hooks)
-    return any(map(bool, (*own, *common)))
+    modules = [str(hook.__module__) for hooks in common for hook in hooks.values()]
+    return any(map(bool, own)) or not all(name.startswith("hpctrain.") for name in modules)
 
 
 def _is_equal(value: Any, default: Any) -> bool:
